@@ -1,25 +1,19 @@
 """Faults of clients: they leave, do not read, send too much, or ask for too much at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
-import httpx2
 import pytest
 
 from pcg.keys import Keys
 from pcg.runtime.metrics.events import Kind
 from pcg.serve.app import ROUTERS
 from pcg.serve.http import connection as connection_module
-from pcg.serve.http.service import Service
 from tests.support import serving
 from tests.support.waiting import until
 
@@ -27,17 +21,17 @@ LONG = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 100, "ignore_
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[serving.Served]:
+def served():
     with serving.on_a_port(stream_timeout_s=1.0, max_body_mib=1.0) as served:
         yield served
 
 
 @contextmanager
-def held(service: Service) -> Iterator[None]:
+def held(service):
     """The engine does not step meanwhile."""
     gate, is_there = threading.Event(), threading.Event()
 
-    def wait() -> None:
+    def wait():
         is_there.set()
         gate.wait()
 
@@ -49,25 +43,25 @@ def held(service: Service) -> Iterator[None]:
         gate.set()
 
 
-def is_free(service: Service) -> bool:
+def is_free(service):
     """Nothing runs or waits, and no page is held."""
     numbers = service.client.engine.numbers()
     idle = numbers.running == numbers.waiting == 0
     return idle and numbers.free_pages == numbers.pages
 
 
-def counted(service: Service) -> tuple[dict[Kind, int], Callable[[], None]]:
+def counted(service):
     """Counts of the engine's events from now on."""
-    counts: dict[Kind, int] = {}
+    counts = {}
 
-    def listen(event: Any) -> None:
+    def listen(event):
         counts[event.kind] = counts.get(event.kind, 0) + 1
 
     stop = service.client.engine.engine.log.listen(listen)
     return counts, stop
 
 
-def connect(served: serving.Served, receive_bytes: int | None = None) -> socket.socket:
+def connect(served, receive_bytes=None):
     host, port = served.url.removeprefix("http://").split(":")
     connection = socket.socket()
     if receive_bytes is not None:
@@ -78,7 +72,7 @@ def connect(served: serving.Served, receive_bytes: int | None = None) -> socket.
     return connection
 
 
-def post(path: str, body: bytes, *headers: str) -> bytes:
+def post(path, body, *headers):
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: test",
@@ -89,15 +83,13 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def asking(body: dict[str, Any]) -> bytes:
+def asking(body):
     content = json.dumps(body).encode()
     return post("/v1/completions", content, f"Content-Length: {len(content)}")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_is_served_for_a_step_at_most(
-    served: serving.Served, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_who_leaves_is_served_for_a_step_at_most(served, monkeypatch, stream):
     """Once it is known: who ends its side of the connection may still read."""
     monkeypatch.setattr(connection_module, "LEFT_S", 0.0)
     service = served.service
@@ -118,7 +110,7 @@ def test_who_leaves_is_served_for_a_step_at_most(
     assert Kind.FINISHED not in counts
 
 
-def test_who_does_not_read_is_ended(served: serving.Served) -> None:
+def test_who_does_not_read_is_ended(served):
     """After `stream_timeout_s`, with no more in memory than it was sent until then."""
     service = served.service
     with connect(served, receive_bytes=4096) as connection:
@@ -133,7 +125,7 @@ def test_who_does_not_read_is_ended(served: serving.Served) -> None:
         assert client.post("/v1/completions", json={**LONG, "max_tokens": 1}).is_success
 
 
-def test_bodies_are_counted_and_not_believed(served: serving.Served) -> None:
+def test_bodies_are_counted_and_not_believed(served):
     """Neither a length that is announced, nor none, nor a gigabyte in chunks."""
     huge = 2**30
     with connect(served) as connection:
@@ -160,13 +152,13 @@ def test_bodies_are_counted_and_not_believed(served: serving.Served) -> None:
 JSON = {"content-type": "application/json"}
 
 
-def test_a_body_that_does_not_come(served: serving.Served) -> None:
+def test_a_body_that_does_not_come(served):
     with connect(served) as connection:
         connection.sendall(post("/v1/completions", b"{", "Content-Length: 100"))
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
-def test_heads_have_a_bound(served: serving.Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_have_a_bound(served, monkeypatch):
     """One header, many of them, or none that ends."""
     for part in (b"a" * 2**16, b": a\r\nx-" * 2**14):
         sent = 0
@@ -183,12 +175,7 @@ def test_heads_have_a_bound(served: serving.Served, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("upgrade", [b"", b"Connection: Upgrade\r\nUpgrade: websocket\r\n"])
-def test_who_sends_what_begins_no_request_is_ended(
-    served: serving.Served,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    upgrade: bytes,
-) -> None:
+def test_who_sends_what_begins_no_request_is_ended(served, monkeypatch, caplog, upgrade):
     """Empty lines behind a reply, and another protocol, which is not logged either."""
     monkeypatch.setattr(connection_module, "HEAD_S", 0.2)
     with connect(served) as connection:
@@ -204,9 +191,7 @@ def test_who_sends_what_begins_no_request_is_ended(
 
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_who_offers_another_protocol_is_answered_in_this_one(
-    served: serving.Served, framing: str, is_split: bool
-) -> None:
+def test_who_offers_another_protocol_is_answered_in_this_one(served, framing, is_split):
     """With its body, as Java's client sends it first of all; the connection goes on."""
     content = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
@@ -232,7 +217,7 @@ def test_who_offers_another_protocol_is_answered_in_this_one(
         assert connection.recv(2000).startswith(b"HTTP/1.1 400")
 
 
-def test_a_reply_that_ends_before_its_request_ends_the_connection(served: serving.Served) -> None:
+def test_a_reply_that_ends_before_its_request_ends_the_connection(served):
     with connect(served) as connection:
         head = b"GET /health HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head)
@@ -244,9 +229,9 @@ def test_a_reply_that_ends_before_its_request_ends_the_connection(served: servin
 
 
 @pytest.mark.parametrize("size", [1_000, 100_000])
-def test_no_reply_ends_a_connection_without_a_word(served: serving.Served, size: int) -> None:
+def test_no_reply_ends_a_connection_without_a_word(served, size):
     """Of all methods of all paths: bodies come in a packet of their own, as those of httpx do."""
-    paths = {route.path for router in ROUTERS for route in router.routes}  # type: ignore[attr-defined]
+    paths = {route.path for router in ROUTERS for route in router.routes}
     for path in sorted(re.sub(r"{[^}]*}", "none", path) for path in {*paths, "/no/such/path"}):
         for method in ("PUT", "POST", "DELETE"):
             asked = post(path, b"", f"Content-Length: {size}").replace(b"POST", method.encode(), 1)
@@ -263,7 +248,7 @@ def test_no_reply_ends_a_connection_without_a_word(served: serving.Served, size:
                     assert head.startswith(b"HTTP/1.1 200"), (method, path)
 
 
-def reply(connection: socket.socket) -> tuple[bytes, bytes]:
+def reply(connection):
     """The head and the body of the next reply, which says how long it is."""
     found = b""
     while b"\r\n\r\n" not in found:
@@ -279,9 +264,7 @@ def reply(connection: socket.socket) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_ends_its_side_is_answered(
-    served: serving.Served, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_a_client_that_ends_its_side_is_answered(served, monkeypatch, stream):
     """Also where it is looked for meanwhile, which it hears as an interim reply."""
     body = {**LONG, "stream": stream}
     monkeypatch.setattr(connection_module, "LEFT_S", 60.0)
@@ -304,14 +287,14 @@ def test_a_client_that_ends_its_side_is_answered(
             assert to_the_end(connection) == b""
 
 
-def to_the_end(connection: socket.socket) -> bytes:
+def to_the_end(connection):
     found = b""
     while part := connection.recv(2**16):
         found += part
     return found
 
 
-def test_strangers_bodies_are_not_read(served: serving.Served) -> None:
+def test_strangers_bodies_are_not_read(served):
     with connect(served) as connection:
         start = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 100\r\n\r\n"
         connection.sendall(start)
@@ -319,7 +302,7 @@ def test_strangers_bodies_are_not_read(served: serving.Served) -> None:
 
 
 @pytest.mark.parametrize("stranger", [False, True])
-def test_who_sends_too_much_reads_why(served: serving.Served, stranger: bool) -> None:
+def test_who_sends_too_much_reads_why(served, stranger):
     """Not a reset, which clients take for a broken connection, and ask again."""
     body = b" " * 2**23
     asked = post("/v1/completions", body, f"Content-Length: {len(body)}")
@@ -334,7 +317,7 @@ def test_who_sends_too_much_reads_why(served: serving.Served, stranger: bool) ->
     assert found.endswith(b"}}")
 
 
-def test_headers_behind_a_body_are_dropped(served: serving.Served) -> None:
+def test_headers_behind_a_body_are_dropped(served):
     """A proxy that looks at heads has not seen them."""
     body = b"2\r\n{}\r\n0\r\nAuthorization: Bearer " + serving.KEY.encode() + b"\r\n\r\n"
     asked = post("/v1/completions", body, "Transfer-Encoding: chunked")
@@ -344,7 +327,8 @@ def test_headers_behind_a_body_are_dropped(served: serving.Served) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
 
 
-def test_ten_thousand_requests_of_two_tenants() -> None:
+@pytest.mark.slow
+def test_ten_thousand_requests_of_two_tenants():
     """What is taken ends, the rest is told when to come again, and no page is lost."""
     keys = Keys([serving.key("a"), serving.key("b")])
     options = {"tenant_queue": 50, "key_requests": 200, "max_num_seqs": 16}
@@ -362,12 +346,12 @@ def test_ten_thousand_requests_of_two_tenants() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
+def test_prompts_of_one_request_are_taken_together(stream):
     """Where the queue has room for some of them, none is answered."""
     keys = Keys([serving.key("a"), serving.key("b")])
     body = {"model": serving.MODEL, "max_tokens": 40, "ignore_eos": True}
 
-    async def ask(service: Service) -> tuple[httpx2.Response, httpx2.Response]:
+    async def ask(service):
         async with serving.client_of(service, serving.headers_of("a")) as client:
             with held(service):
                 first = {**body, "prompt": ["ab"] * 4}
@@ -390,7 +374,7 @@ def test_prompts_of_one_request_are_taken_together(stream: bool) -> None:
         assert service.client.engine.engine.totals.output_tokens < 4 * 40 + 40
 
 
-async def _ask_all(service: Service, count: int) -> dict[str, list[httpx2.Response]]:
+async def _ask_all(service, count):
     """Ask so many times with each of two keys, before the engine begins with any."""
     body = {**LONG, "max_tokens": 2}
     async with (

@@ -1,19 +1,13 @@
 """Defaults of sampling from generation_config.json: which there are, and that a request's win."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 
 from pcg.errors import ConfigError
 from pcg.runtime.model.step_graphs import WarmUp
-from pcg.serve.http.service import Service
 from pcg.serve.openai.sampling import read_generation_config
 from pcg.serve.server import announcement
 from pcg_cli.options.executors import PlaceOptions, files_of
@@ -27,16 +21,14 @@ WHOLE = {
 GREEDY = {"temperature": 0, "repetition_penalty": 1.3, "max_new_tokens": 7}
 
 
-def write(
-    directory: Path, content: Mapping[str, Any], name: str = "generation_config.json"
-) -> Path:
+def write(directory, content, name="generation_config.json"):
     path = directory / name
     path.write_text(json.dumps(content))
     return path
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write(directory, GREEDY)
     generation = read_generation_config("auto", directory)
@@ -45,7 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
-def test_the_fields_are_transformers(tmp_path: Path) -> None:
+def test_the_fields_are_transformers(tmp_path):
     """vLLM takes the fields that transformers' configuration has other than by default."""
     path = write(tmp_path, WHOLE)
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
@@ -56,7 +48,7 @@ def test_the_fields_are_transformers(tmp_path: Path) -> None:
     assert str(read_generation_config("vllm", tmp_path)) == "temperature=1"
 
 
-def test_without_a_file_or_fields_there_are_none(tmp_path: Path) -> None:
+def test_without_a_file_or_fields_there_are_none(tmp_path):
     for model in (None, tmp_path):
         assert read_generation_config("auto", model).source is None
     write(tmp_path, {"eos_token_id": 2})
@@ -69,14 +61,14 @@ def test_without_a_file_or_fields_there_are_none(tmp_path: Path) -> None:
     "content",
     [{"temperature": -1}, {"top_p": 1.5}, {"top_k": "5"}, {"max_new_tokens": 0}, {"min_p": True}],
 )
-def test_what_no_request_may_have_is_refused_by_name(tmp_path: Path, content: Any) -> None:
+def test_what_no_request_may_have_is_refused_by_name(tmp_path, content):
     write(tmp_path, content)
     (name,) = content
     with pytest.raises(ConfigError, match=f"generation_config.json has {name}="):
         read_generation_config("auto", tmp_path)
 
 
-def test_a_model_and_a_program_have_their_files(tmp_path: Path) -> None:
+def test_a_model_and_a_program_have_their_files(tmp_path):
     model = serving.model_directory()
     assert files_of(str(model), PlaceOptions()) == model
     for name in ("manifest.json", "tokenizer.json"):
@@ -84,15 +76,15 @@ def test_a_model_and_a_program_have_their_files(tmp_path: Path) -> None:
     assert files_of(str(tmp_path), PlaceOptions()) == tmp_path
 
 
-def texts_of(service: Service, **fields: Any) -> list[str]:
+def texts_of(service, **fields):
     body = {"prompt": "Hello, how", "max_tokens": 12, "ignore_eos": True, **fields}
     reply = serving.post(service, "/v1/completions", body)
     assert reply.status_code == 200, reply.text
     return [choice["text"] for choice in reply.json()["choices"]]
 
 
-def test_they_are_the_librarys_fields_and_a_requests_own_come_first(service: Service) -> None:
-    fields: list[dict[str, Any]] = [
+def test_they_are_the_librarys_fields_and_a_requests_own_come_first(service):
+    fields = [
         {},
         {"temperature": None, "repetition_penalty": None},
         {"repetition_penalty": 1},
@@ -108,7 +100,7 @@ def test_they_are_the_librarys_fields_and_a_requests_own_come_first(service: Ser
         assert texts_of(service, **given) == [expected.text]
 
 
-def test_outputs_of_chats_have_so_many_tokens_where_nobody_says_more(service: Service) -> None:
+def test_outputs_of_chats_have_so_many_tokens_where_nobody_says_more(service):
     chat = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
     for own, count in (({}, 7), ({"max_tokens": 9}, 9), ({"max_completion_tokens": 3}, 3)):
         reply = serving.post(service, "/v1/chat/completions", {**chat, **own}).json()
@@ -118,14 +110,14 @@ def test_outputs_of_chats_have_so_many_tokens_where_nobody_says_more(service: Se
     assert (reply["temperature"], reply["top_p"]) == (0, 1)
 
 
-def test_a_server_says_what_it_recorded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_says_what_it_recorded(service, monkeypatch):
     facts = replace(service.client.facts, warmed=WarmUp(256, 41.3, 3 * 2**29))
     monkeypatch.setattr(service.client, "_facts", facts)
     lines = announcement(service, "http://127.0.0.1:1", None).splitlines()
     assert "recorded before the first request: 256 graphs of steps in 41 s, 1.5 GiB" in lines
 
 
-def test_a_server_says_them(service: Service) -> None:
+def test_a_server_says_them(service):
     lines = announcement(service, "http://127.0.0.1:1", None).splitlines()
     said = "temperature=0, repetition_penalty=1.3, max_new_tokens=7 (generation_config.json)"
     assert f"defaults of sampling: {said}" in lines

@@ -1,36 +1,21 @@
 """The page of a server: it holds nothing by itself, and a browser shows what its key may see."""
 
-from __future__ import annotations
-
-import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
-import httpx2
 import pytest
 
 from pcg.serve.status import live_page
 from tests.support import serving
-from tests.support.browser import Tab, open_tab
+from tests.support.browser import open_tab
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
 """A name that would run a script where it is taken for HTML."""
 
 
-def get_page() -> httpx2.Response:
-    async def send() -> httpx2.Response:
-        with serving.service_of() as service:
-            async with serving.client_of(service, {}) as client:
-                return await client.get("/")
-
-    return asyncio.run(send())
-
-
-def test_it_is_served_without_a_key_and_says_nothing_of_the_server() -> None:
-    reply = get_page()
+def test_it_is_served_without_a_key_and_says_nothing_of_the_server(service):
+    reply = serving.ask(service, "GET", "/", {})
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert reply.text == live_page()
@@ -38,8 +23,8 @@ def test_it_is_served_without_a_key_and_says_nothing_of_the_server() -> None:
         assert word not in reply.text
 
 
-def test_it_needs_no_other_file_and_only_its_own_script_runs() -> None:
-    reply = get_page()
+def test_it_needs_no_other_file_and_only_its_own_script_runs(service):
+    reply = serving.ask(service, "GET", "/", {})
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|<link|<img", reply.text)
     assert not re.search(r"\bon\w+=|style=|innerHTML|insertAdjacentHTML|eval\(", reply.text)
     policy = dict(
@@ -59,34 +44,34 @@ def test_it_needs_no_other_file_and_only_its_own_script_runs() -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[serving.Served]:
+def served():
     with serving.on_a_port(served_model_name=(HOSTILE,), ttft_slo_ms=60_000.0) as found:
         yield found
 
 
 @pytest.fixture
-def tab(served: serving.Served, tmp_path: Path) -> Iterator[Tab]:
+def tab(served, tmp_path):
     with open_tab(tmp_path / "profile") as found:
         found.show(390, 800)
         found.open(f"{served.url}/")
         yield found
 
 
-def enter(tab: Tab, key: str) -> None:
+def enter(tab, key):
     tab.run(
         f"document.getElementById('key').value = {key!r};"
         "document.querySelector('#enter button').click()"
     )
 
 
-def seen(tab: Tab) -> str:
+def seen(tab):
     """The text that the page shows."""
     found = tab.run("document.body.innerText")
     assert isinstance(found, str)
     return found
 
 
-def overhanging(tab: Tab) -> list[str]:
+def overhanging(tab):
     """What reaches beyond the window and is in no box that scrolls."""
     found = tab.run(
         "[...document.querySelectorAll('body *')].filter((one) => !one.closest('.scroll, nav, svg')"
@@ -97,7 +82,7 @@ def overhanging(tab: Tab) -> list[str]:
     return found
 
 
-def test_it_shows_the_server_to_who_has_a_key(tab: Tab, served: serving.Served) -> None:
+def test_it_shows_the_server_to_who_has_a_key(tab, served):
     assert "API key" in seen(tab)
     assert "running requests" not in seen(tab)
     assert overhanging(tab) == []
@@ -127,7 +112,7 @@ def test_it_shows_the_server_to_who_has_a_key(tab: Tab, served: serving.Served) 
     assert tab.errors == []
 
 
-def test_an_adapter_can_be_tried(tab: Tab, served: serving.Served) -> None:
+def test_an_adapter_can_be_tried(tab, served):
     enter(tab, serving.KEY)
     tab.until("!document.querySelector('.live').hidden")
     tab.run(
@@ -148,7 +133,7 @@ def test_an_adapter_can_be_tried(tab: Tab, served: serving.Served) -> None:
     assert [one for one in tab.errors if "400" not in one] == []
 
 
-def test_a_server_that_has_gone_is_told(tmp_path: Path) -> None:
+def test_a_server_that_has_gone_is_told(tmp_path):
     with open_tab(tmp_path / "profile") as tab:
         with serving.on_a_port() as served:
             tab.open(f"{served.url}/")

@@ -1,23 +1,16 @@
 """The server on a port: from the first request to the drain."""
 
-from __future__ import annotations
-
-import asyncio
 import contextlib
-import gc
 import json
 import os
 import socket
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, NoReturn
 
 import httpx2
 import pytest
@@ -26,55 +19,27 @@ from pcg.errors import PcgError, ServeError
 from pcg.keys import digest_of
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policies import EarlyAbort
-from pcg.runtime.executor import Executor
-from pcg.serve import listening, server
+from pcg.serve import server
 from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
-from pcg.serve.listening import Listener, check_certificate, listen, url_of
+from pcg.serve.listening import Listener, listen, url_of
 from pcg.serve.openai.sampling import GenerationConfig
-from pcg.serve.server import Server, serve
+from pcg.serve.server import serve
 from tests.support import serving
 from tests.support.step_gate import StepGate
 from tests.support.waiting import until
 
 
-def test_a_server_over_loopback() -> None:
-    with serving.on_a_port() as served, served.client() as client:
-        assert client.get("/health").json() == {"status": "running"}
-        body = {"model": serving.MODEL, "prompt": "Hello", "max_tokens": 4, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as reply:
-            lines = list(reply.iter_lines())
-        assert lines[-2:] == ["data: [DONE]", ""]
-
-
-def test_who_says_nothing_while_the_model_loads_is_left(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a word of asyncio about a task that it destroyed."""
-    monkeypatch.setattr(listening, "_LINGER_S", 0.05)
-    before = set(threading.enumerate())
-    listener = Listener(ServeOptions(**serving.OPTIONS))
-    (thread,) = set(threading.enumerate()) - before
-    with socket.create_connection(listener.socket.getsockname()) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\n")
-        until(lambda: len(asyncio.all_tasks(listener._loop)) == 2)
-        listener.take().close()
-        thread.join(60)
-        gc.collect()
-    assert not thread.is_alive()
-    assert "pending" not in caplog.text
-
-
 @pytest.mark.parametrize("secure", [False, True])
-def test_who_asks_while_the_model_loads_is_told(tmp_path: Path, secure: bool) -> None:
+def test_who_asks_while_the_model_loads_is_told(tmp_path, secure):
     """Everywhere, with a body that nobody reads; then the server takes requests at the port."""
     (tmp_path / "pem").write_text(CERTIFICATES[0])
     further = {"ssl_certfile": tmp_path / "pem"} if secure else {}
     options = ServeOptions(**{**serving.OPTIONS, **further})
-    found: list[Server] = []
+    found = []
     gate, listener = Event(), Listener(options)
 
-    def load() -> Executor:
+    def load():
         assert gate.wait(60)
         return serving.make_executor()
 
@@ -101,12 +66,12 @@ def test_who_asks_while_the_model_loads_is_told(tmp_path: Path, secure: bool) ->
         assert ended.result(60)
 
 
-def test_it_listens_before_torch_is_imported() -> None:
+def test_it_listens_before_torch_is_imported():
     code = "import sys, pcg_cli.application, pcg.serve.listening; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_drain_gives_up_what_does_not_end_in_time() -> None:
+def test_a_drain_gives_up_what_does_not_end_in_time():
     """A stream ends by an error, and a reply that was not begun is one."""
     body = {
         "model": serving.MODEL,
@@ -176,7 +141,7 @@ Bvj+ruJAM7Opr3r71DiW1TkozxqUEWe4JHWTpczhpkbipSaLQ6uRQjHU
 """Two certificates of a curve, each with its key; nobody else has them."""
 
 
-def keys_of(*names: str) -> str:
+def keys_of(*names):
     """A file of keys."""
     digests = {name: digest_of(f"key-of-{name}").hex() for name in names}
     return json.dumps(
@@ -184,9 +149,7 @@ def keys_of(*names: str) -> str:
     )
 
 
-def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(tmp_path, caplog):
     keys, pem, generation = (tmp_path / name for name in ("keys", "pem", "generation_config.json"))
     keys.write_text(keys_of("a"))
     pem.write_text(CERTIFICATES[0])
@@ -195,7 +158,7 @@ def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
     with serving.on_a_port(**options) as served:
         address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
 
-        def served_pem() -> str:
+        def served_pem():
             return ssl.get_server_certificate(address)
 
         context = ssl.create_default_context()
@@ -206,7 +169,7 @@ def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
             httpx2.Client(**base, headers=serving.headers_of("b")) as other,
         ):
 
-            def statuses() -> tuple[int, int]:
+            def statuses():
                 return tuple(one.get("/v1/models").status_code for one in (client, other))
 
             assert statuses() == (200, 401)
@@ -233,8 +196,8 @@ def test_keys_certificates_and_defaults_are_read_again_while_streams_go_on(
 
 
 def test_files_that_cannot_be_read_again_hold_neither_the_next_time_nor_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, caplog, monkeypatch
+):
     """A pipe that nobody writes to."""
     monkeypatch.setattr(server, "_READING_S", 0.05)
     keys = tmp_path / "keys"
@@ -254,11 +217,6 @@ def test_files_that_cannot_be_read_again_hold_neither_the_next_time_nor_the_end(
         served.server.reload()
 
 
-def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match=r"none\.pem cannot be used for https"):
-        check_certificate(tmp_path / "none.pem", None)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -271,17 +229,15 @@ def test_a_certificate_that_cannot_be(tmp_path: Path) -> None:
         ({"port": 1, "host": "no such host."}, "is not an address"),
     ],
 )
-def test_what_is_not_there_is_known_before_the_model_is_loaded(
-    options: dict[str, Any], text: str
-) -> None:
-    def engine(*_: object) -> NoReturn:
+def test_what_is_not_there_is_known_before_the_model_is_loaded(options, text):
+    def engine(*_):
         raise AssertionError("the model was loaded")
 
     with pytest.raises(PcgError, match=text):
         serve(ServeOptions(**{**serving.OPTIONS, **options}), engine, print)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -290,16 +246,6 @@ def test_a_port_that_is_taken() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(ServeError, match="is not an address"):
         listen("no such host.", 0)
-
-
-def test_urls() -> None:
-    with listen("127.0.0.1", 0) as bound:
-        port = bound.getsockname()[1]
-        assert url_of(bound, is_secure=False) == f"http://127.0.0.1:{port}"
-    if socket.has_ipv6:
-        with listen("::1", 0) as bound:
-            port = bound.getsockname()[1]
-            assert url_of(bound, is_secure=True) == f"https://[::1]:{port}"
 
 
 @pytest.mark.parametrize(
@@ -316,12 +262,12 @@ def test_urls() -> None:
         ("tpot_slo_ms", 0.0),
     ],
 )
-def test_options_out_of_range(field: str, value: float) -> None:
+def test_options_out_of_range(field, value):
     with pytest.raises(ServeError, match=field):
-        ServeOptions(**{field: value})  # type: ignore[arg-type]
+        ServeOptions(**{field: value})
 
 
-def test_a_policy_is_chosen_by_its_name() -> None:
+def test_a_policy_is_chosen_by_its_name():
     assert isinstance(ServeOptions().engine(2).policy, FairShare)
     assert isinstance(ServeOptions(policy="early-abort").engine(2).policy, EarlyAbort)
     with pytest.raises(ServeError, match="tenant_seqs=2 needs policy='fair-share'"):
@@ -329,18 +275,16 @@ def test_a_policy_is_chosen_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("restarts", [True, False])
-def test_a_server_whose_engine_ends_opens_another_one(
-    restarts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_whose_engine_ends_opens_another_one(restarts, monkeypatch):
     """On the same port, with the same key; a drain ends it for good."""
     monkeypatch.setattr(server, "LEAST_S", 0.0)
     executor, said, texts, statuses = serving.make_executor(), [], [], []
     reloaded = GenerationConfig("reloaded")
 
-    def ready(running: server.Server) -> None:
+    def ready(running):
         Thread(target=use, args=(running,)).start()
 
-    def use(running: server.Server) -> None:
+    def use(running):
         url = url_of(running.servers[0].sockets[0], is_secure=False)
         with httpx2.Client(base_url=url, headers=serving.HEADERS, timeout=60) as client:
             body = {"model": serving.MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
@@ -352,11 +296,11 @@ def test_a_server_whose_engine_ends_opens_another_one(
             assert running.service.part(GenerationConfig) is reloaded
             running.drain()
 
-    def broken() -> None:
+    def broken():
         raise SystemExit("broken on purpose")  # nothing that a call may raise
 
     @contextlib.contextmanager
-    def engine(*given: Any) -> Iterator[Any]:
+    def engine(*given):
         if texts:
             statuses.append(httpx2.get(f"{texts[0][0]}/health", timeout=60).status_code)
         with local_client(lambda: executor, *given) as client:

@@ -1,19 +1,15 @@
 """docs/serving.md names every option, and its blocks of Python run against a server."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import pcg.compiler as compiler
 from pcg.serve.engine.options import ServeOptions
-from tests.support import serving, tinker_client
+from tests.support import tinker_client
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -23,11 +19,11 @@ ROWS = [{"prompt": f"def load_{n}(path):", "completion": f" return {n}"} for n i
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serving.Served]:
+def server(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     monkeypatch.chdir(tmp_path)
-    options: dict[str, Any] = {
+    options = {
         "api_key": (KEY,),
         "served_model_name": ("checkpoint",),
         "lora_modules": ("typed=examples/adapters/typed",),
@@ -35,23 +31,21 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serving.
         "max_body_mib": 4.0,
     }
 
-    def load() -> Any:
+    def load():
         return compiler.compile("examples/checkpoint", dtype="float32")
 
     with tinker_client.server(tmp_path / "data", load, **options) as served:
         yield served
 
 
-def test_the_document_names_every_option_of_the_server() -> None:
+def test_the_document_names_every_option_of_the_server():
     options = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServeOptions)}
     options -= {"--enable-prefix-caching", "--restart", "--warm-up"}  # the page has their --no-…
     assert {option for option in options if f"`{option}" not in TEXT} == set()
 
 
-def test_blocks_of_the_document_run(
-    server: serving.Served, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names: dict[str, Any] = {}
+def test_blocks_of_the_document_run(server, capsys):
+    names = {}
     for block in BLOCKS:
         code = block.replace("http://127.0.0.1:8000", server.url).replace('"…"', f'"{KEY}"')
         exec(compile(code, "serving.md", "exec"), names)

@@ -1,27 +1,23 @@
-"""`pcg serve` as a process: signals under load, and a start after a kill."""
-
-from __future__ import annotations
+"""`pcg serve` as a process: signals and kills under load, with and without a job."""
 
 import fcntl
 import os
 import pty
 import signal
-import subprocess
-import sys
 import termios
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
-import httpx2
 import pytest
 
 from tests.support import serving
-from tests.support.server_process import LONG, Load, Running, running
+from tests.support.server_process import LONG, Load, running, started
+from tests.support.serving_job import DATA
+from tests.support.training_server import HELD, HOLD, JOB, OPTIONS, STEPS
 from tests.support.waiting import until
 
 
-def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
+@pytest.mark.slow
+def test_sigterm_under_load_loses_nothing_that_was_begun():
     with running() as server:
         load = Load()
         load.begin(server, 2)
@@ -41,11 +37,11 @@ def test_sigterm_under_load_loses_nothing_that_was_begun() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_terminal_that_is_closed_drains_but_under_nohup(ignored: bool) -> None:
+def test_a_terminal_that_is_closed_drains_but_under_nohup(ignored):
     """It tells the shell alone, as that does its jobs."""
     terminal, other = pty.openpty()
 
-    def take_terminal() -> None:
+    def take_terminal():
         fcntl.ioctl(other, termios.TIOCSCTTY, 0)
         if ignored:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -70,7 +66,7 @@ def test_a_terminal_that_is_closed_drains_but_under_nohup(ignored: bool) -> None
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once():
     with running() as server:
         load = Load()
         load.begin(server, 4)
@@ -83,7 +79,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_under_load_and_a_start_at_the_same_port(tmp_path: Path) -> None:
+def test_a_kill_under_load_and_a_start_at_the_same_port(tmp_path):
     """The models are there again with their texts and versions, and every page is free."""
     serving.make_executor().save_adapter("lora-0", tmp_path / "lora")
     module = ["--lora-modules", f"mine={tmp_path / 'lora'}"]
@@ -102,7 +98,7 @@ def test_a_kill_under_load_and_a_start_at_the_same_port(tmp_path: Path) -> None:
 
 
 @contextmanager
-def held(server: Running) -> Iterator[httpx2.Client]:
+def held(server):
     """A client of a server whose engine stands still meanwhile."""
     (engine,) = server.engine_pids
     os.kill(engine, signal.SIGSTOP)
@@ -114,7 +110,7 @@ def held(server: Running) -> Iterator[httpx2.Client]:
             os.kill(engine, signal.SIGCONT)
 
 
-def served(server: Running) -> dict[str, object]:
+def served(server):
     """What the server serves: texts, versions with digests, and its pages."""
     status = server.status()
     assert status["engine"]["free_pages"] == status["engine"]["pages"]
@@ -124,27 +120,81 @@ def served(server: Running) -> dict[str, object]:
     return {**found, "versions": versions, "free_pages": status["engine"]["free_pages"]}
 
 
-def free_pages(server: Running) -> int:
+def free_pages(server):
     return int(server.status()["engine"]["free_pages"])
 
 
+def training(checkpoints, port="0"):
+    module = ["-m", "tests.support.training_server"]
+    return started([*module, str(serving.model_directory()), str(checkpoints), port])
+
+
+def job_of(server):
+    """The job as /status shows it; an empty one before it is there."""
+    return next((job for job in server.status()["jobs"] if job["name"] == JOB), {"step": 0})
+
+
+@contextmanager
+def held_job(checkpoints):
+    """The job stands still meanwhile, and the engine with it."""
+    (checkpoints / HOLD).touch()
+    until((checkpoints / HELD).exists)
+    try:
+        yield
+    finally:
+        (checkpoints / HOLD).unlink()
+
+
+def check_resumed(checkpoints, least):
+    """The job goes on from a checkpoint, and ends as if nothing had happened."""
+    whole = serving.make_executor(adapters=0).finetune(DATA, JOB, **{**OPTIONS, "save_every": None})
+    options = {**OPTIONS, "checkpoint_dir": checkpoints, "resume": True}
+    resumed = serving.make_executor(adapters=0).finetune(DATA, JOB, **options)
+    assert resumed.resumed_from is not None
+    assert least <= resumed.resumed_from < STEPS
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--api-key", "short"], "at least 8"),
-        (["--host", "no such host."], "is not an address"),
-        (["--max-num-seqs", "0"], "max_num_seqs=0"),
-        (["--api-keys", "none.json"], "none.json"),
-        (["--tp", "2"], "--tp"),
-        (["--ssl-certfile", "none.pem"], "none.pem"),
-    ],
-)
-def test_wrong_options_are_one_line(options: list[str], text: str) -> None:
-    command = [sys.executable, "-m", "pcg_cli", "serve", str(serving.model_directory())]
-    done = subprocess.run(
-        [*command, "--port", "0", *options], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode in (1, 2)
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+def test_sigterm_ends_requests_and_leaves_a_checkpoint(tmp_path):
+    with training(tmp_path) as server:
+        until(lambda: job_of(server)["step"] >= 2)
+        job = job_of(server)
+        assert 0 < job["time_share"] <= 1
+        assert job["tokens_per_second"] > 0
+        assert job["remaining_s"] > 0
+        load = Load()
+        load.begin(server, 1, max_tokens=10)
+        with held_job(tmp_path), server.client() as client:
+            step = job_of(server)["step"]
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: client.get("/health").status_code == 503)
+            refused = client.post("/v1/completions", json=LONG)
+        assert refused.json()["error"]["code"] == "shutting_down"
+        load.join()
+        assert server.process.wait(60) == 0
+    load.assert_whole()
+    check_resumed(tmp_path, step)
+
+
+@pytest.mark.slow
+def test_kill_under_load_and_a_start_that_goes_on(tmp_path):
+    """The job goes on from what it had saved, beside requests, and no page is lost."""
+    with training(tmp_path) as server:
+        until(lambda: job_of(server)["step"] >= 5)
+        load = Load()
+        load.begin(server, 2)
+        with held_job(tmp_path):
+            step = job_of(server)["step"]
+            server.process.kill()
+        load.join()
+        assert "data: [DONE]" not in load.lines[-1]
+        with training(tmp_path, server.port) as again:
+            until(lambda: job_of(again)["step"] > step)
+            load = Load()
+            load.begin(again, 1, max_tokens=40)
+            load.join()
+            load.assert_whole()
+            again.process.send_signal(signal.SIGTERM)
+            assert again.process.wait(60) == 0
+    check_resumed(tmp_path, step)

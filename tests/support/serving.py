@@ -13,11 +13,12 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from starlette.applications import Starlette
 
 import pcg.compiler as compiler
 from pcg.keys import Key, Keys, Scope, digest_of, open_keys
@@ -73,6 +74,16 @@ def headers_of(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer key-of-{name}"}
 
 
+def keys_file(folder: Path, **keys: Mapping[str, Any]) -> Path:
+    """A file of keys `key-of-NAME`, whose entries have these fields."""
+    entries = [
+        {"name": name, "sha256": digest_of(f"key-of-{name}").hex(), **fields}
+        for name, fields in keys.items()
+    ]
+    (folder / "keys.json").write_text(json.dumps(entries))
+    return folder / "keys.json"
+
+
 @contextlib.contextmanager
 def service_of(
     executor: Executor | None = None, keys: Keys | None = None, **options: Any
@@ -89,12 +100,18 @@ def service_of(
             service.close()
 
 
+@lru_cache(maxsize=4)
+def _app_of(service: Service) -> Starlette:
+    """The application of a service, made once for its requests."""
+    return create_app(service)
+
+
 @contextlib.asynccontextmanager
 async def client_of(
     service: Service, headers: Mapping[str, str] = HEADERS
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a service, without a network."""
-    transport = httpx2.ASGITransport(create_app(service))
+    transport = httpx2.ASGITransport(_app_of(service))
     async with httpx2.AsyncClient(
         transport=transport, base_url="http://test", headers=dict(headers), timeout=60
     ) as client:
@@ -184,8 +201,3 @@ def on_a_port(load: Callable[[], Executor] = make_executor, **options: Any) -> I
         server.drain()
         thread.join(60)
         assert not thread.is_alive()
-
-
-def in_loop(act: Callable[[], Any]) -> Any:
-    """Run a coroutine function to its end."""
-    return asyncio.run(act())

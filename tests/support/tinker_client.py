@@ -78,3 +78,31 @@ def result(client: httpx2.Client, promise: dict[str, Any]) -> Any:
     ask = {"request_id": promise["request_id"]}
     until(lambda: client.post("retrieve_future", json=ask).json().get("type") != "try_again")
     return client.post("retrieve_future", json=ask).json()
+
+
+def new_session(client: httpx2.Client) -> str:
+    """Open a session; returns its id."""
+    return str(client.post("create_session", json={"tags": []}).json()["session_id"])
+
+
+def new_model(client: httpx2.Client, session: str, seq: int = 0, rank: int = 2) -> httpx2.Response:
+    """The reply to asking for a model: a promise that names it."""
+    place = {"session_id": session, "model_seq_id": seq, "base_model": MODEL}
+    lora = {"rank": rank, "seed": 1}
+    return client.post("create_model", json={**place, "lora_config": lora})
+
+
+def model_of(client: httpx2.Client, session: str | None = None, rank: int = 2) -> str:
+    """Make a model, and wait until it is there; returns its id."""
+    promise = new_model(client, session or new_session(client), rank=rank).json()
+    assert result(client, promise)["model_id"] == promise["model_id"]
+    return str(promise["model_id"])
+
+
+def sample(tokens: list[int], most: int = 2, **fields: Any) -> dict[str, Any]:
+    """The body of a request for samples, of the base unless the fields say otherwise."""
+    place = (
+        {} if "sampling_session_id" in fields or "model_path" in fields else {"base_model": MODEL}
+    )
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    return {**place, "prompt": prompt, "sampling_params": {"max_tokens": most}, **fields}

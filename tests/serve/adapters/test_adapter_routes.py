@@ -3,22 +3,15 @@
 Long because each route has every way in which it can be asked wrongly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx2
 import pytest
 
 from pcg.keys import Keys
 from pcg.peft.adapter_files import WEIGHTS
-from pcg.runtime.executor import Executor
-from pcg.serve.http.service import Service
 from tests.support import serving
 from tests.support.step_gate import StepGate
 
@@ -35,7 +28,7 @@ TEXT = "Hello, how are"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """Adapters `zero`, `one` and `two` in a folder, which answer differently."""
     executor = serving.make_executor(adapters=3)
     folder = tmp_path_factory.mktemp("adapters")
@@ -45,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(saved: Path) -> dict[str | None, str]:
+def texts(saved):
     """The library's continuations by each."""
     executor = serving.make_executor(adapters=0)
     for name in ("zero", "one", "two"):
@@ -58,17 +51,17 @@ def texts(saved: Path) -> dict[str | None, str]:
 
 
 @pytest.fixture
-def root(saved: Path, tmp_path: Path) -> Path:
+def root(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
 @pytest.fixture
-def service(root: Path) -> Iterator[Service]:
+def service(root):
     with make_service(root) as service:
         yield service
 
 
-def make_service(root: Path, executor: Executor | None = None, **options: Any) -> Any:
+def make_service(root, executor=None, **options):
     executor = executor or serving.make_executor(adapters=0)
     return serving.service_of(executor, KEYS, lora_roots=(str(root),), **options)
 
@@ -76,42 +69,42 @@ def make_service(root: Path, executor: Executor | None = None, **options: Any) -
 class Caller:
     """Asks a service with one key."""
 
-    def __init__(self, service: Service, key: str) -> None:
+    def __init__(self, service, key):
         self._service = service
         self._headers = serving.headers_of(key)
 
-    def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:
+    def __call__(self, method, path, **options):
         headers = {**self._headers, **options.pop("headers", {})}
         return serving.ask(self._service, method, path, headers, **options)
 
-    def load(self, name: str, path: str | Path, **fields: Any) -> httpx2.Response:
+    def load(self, name, path, **fields):
         body = {"lora_name": name, "lora_path": str(path), **fields}
         return self("POST", "/v1/load_lora_adapter", json=body)
 
-    def unload(self, name: str, **fields: Any) -> httpx2.Response:
+    def unload(self, name, **fields):
         return self("POST", "/v1/unload_lora_adapter", json={"lora_name": name, **fields})
 
-    def models(self) -> list[str]:
+    def models(self):
         return [model["id"] for model in self("GET", "/v1/models").json()["data"]]
 
-    def complete(self, model: str) -> httpx2.Response:
+    def complete(self, model):
         body = {"model": model, "prompt": TEXT, "max_tokens": 8, "temperature": 0}
         return self("POST", "/v1/completions", json=body)
 
-    def text(self, model: str) -> str:
+    def text(self, model):
         found = self.complete(model)
         assert found.status_code == 200, found.text
         return str(found.json()["choices"][0]["text"])
 
 
-def error_of(reply: httpx2.Response, status: int) -> dict[str, Any]:
+def error_of(reply, status):
     assert reply.status_code == status, reply.text
-    error: dict[str, Any] = reply.json()["error"]
+    error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
 
 
-def test_loaded_replaced_and_unloaded(service: Service, texts: Any, root: Path) -> None:
+def test_loaded_replaced_and_unloaded(service, texts, root):
     ask = Caller(service, "op")
     done = ask.load("sql", "zero")
     assert (done.status_code, done.headers["content-type"]) == (200, "text/plain; charset=utf-8")
@@ -159,11 +152,11 @@ def test_loaded_replaced_and_unloaded(service: Service, texts: Any, root: Path) 
     assert ask.text("sql") == texts["two"]
 
 
-def test_replies_say_which_version_answered(service: Service) -> None:
+def test_replies_say_which_version_answered(service):
     ask = Caller(service, "op")
     ask.load("sql", "zero")
     loaded = ask.load("sql", "one", load_inplace=True)
-    prompt: dict[str, Any] = {"model": "sql", "max_tokens": 2}
+    prompt = {"model": "sql", "max_tokens": 2}
     chat = {**prompt, "messages": [{"role": "user", "content": TEXT}]}
     for path, body in {
         "completions": {**prompt, "prompt": TEXT},
@@ -183,7 +176,7 @@ def test_replies_say_which_version_answered(service: Service) -> None:
     assert "x-adapter-version" not in of_base.headers
 
 
-def test_a_version_that_somebody_else_replaced(service: Service) -> None:
+def test_a_version_that_somebody_else_replaced(service):
     ask = Caller(service, "op")
     assert ask.load("sql", "zero", expected_version=0).status_code == 200
     assert ask.load("sql", "one", expected_version=1).status_code == 200
@@ -194,7 +187,7 @@ def test_a_version_that_somebody_else_replaced(service: Service) -> None:
     assert "@op" not in error["message"]
 
 
-def test_what_cannot_be_loaded(service: Service, root: Path, texts: Any) -> None:
+def test_what_cannot_be_loaded(service, root, texts):
     ask = Caller(service, "op")
     missing = "Both 'lora_name' and 'lora_path' must be provided."
     for body in (
@@ -239,7 +232,7 @@ def test_what_cannot_be_loaded(service: Service, root: Path, texts: Any) -> None
             assert Caller(service, key)("POST", path, json={}).status_code == 403
 
 
-def test_paths_outside_the_roots_do_not_exist(service: Service, root: Path, saved: Path) -> None:
+def test_paths_outside_the_roots_do_not_exist(service, root, saved):
     """Whether they are there or not: the replies say the same."""
     (root / "link").symlink_to(saved / "zero")
     (root / "inside").symlink_to(root / "zero")
@@ -272,27 +265,7 @@ def test_paths_outside_the_roots_do_not_exist(service: Service, root: Path, save
     assert ask.load("x", "inside").status_code == 200
 
 
-def test_bytes_that_are_no_text(service: Service) -> None:
-    """Half characters, control characters and their like are refused, and name nothing."""
-    ask = Caller(service, "op")
-    for text in ("\\ud800", "\\udc80", "\\u0000", "\\u202e", "\\n", "zero\\u0000"):
-        for body, path, status in (
-            (f'{{"lora_name": "{text}", "lora_path": "zero"}}', "/v1/load_lora_adapter", 400),
-            (f'{{"lora_name": "x", "lora_path": "{text}"}}', "/v1/load_lora_adapter", 404),
-            (f'{{"lora_name": "{text}"}}', "/v1/unload_lora_adapter", 404),
-            (f'{{"lora_name": "{text}"}}', "/unload_lora_adapter", 400),
-            (f'{{"model": "{text}", "prompt": "x"}}', "/v1/completions", 404),
-        ):
-            headers = {"content-type": "application/json"}
-            found = ask("POST", path, content=body.encode(), headers=headers)
-            allowed = {status, 400} if text.startswith("\\ud") else {status}  # it is no text at all
-            assert found.status_code in allowed, (body, found.text)
-    for path in ("%00", "%ff", "%2e%2e", "..%2f..%2fetc", "zero%00", "a//b", "%F0%9F%98%80"):
-        assert ask("GET", f"/v1/models/{path}").status_code == 404
-        assert ask("DELETE", f"/v1/models/{path}").status_code == 404
-
-
-def test_each_tenant_has_its_own(service: Service, texts: Any, root: Path) -> None:
+def test_each_tenant_has_its_own(service, texts, root):
     """Names never meet nor show; the operator's are everyone's."""
     op, a, b = (Caller(service, key) for key in ("op", "a", "b-admin"))
     assert a.load("mine", "zero").status_code == 200
@@ -323,7 +296,7 @@ def test_each_tenant_has_its_own(service: Service, texts: Any, root: Path) -> No
     assert listing["loaded_adapters"].keys() == {"all", "given", "mine"}
 
 
-def test_deleted_by_its_owner(service: Service) -> None:
+def test_deleted_by_its_owner(service):
     a, b = Caller(service, "a"), Caller(service, "b")
     for name in ("team/x", "ft:tiny:org::1"):
         assert a.load(name, "zero").status_code == 200
@@ -339,20 +312,18 @@ def test_deleted_by_its_owner(service: Service) -> None:
     assert Caller(service, "op")("DELETE", "/v1/models/all").status_code == 200
 
 
-def test_names_under_a_root_are_loaded_when_they_are_named(
-    service: Service, texts: Any, root: Path
-) -> None:
+def test_names_under_a_root_are_loaded_when_they_are_named(service, texts, root):
     """Once for all requests that wait; nobody needs to be an administrator."""
-    loads: list[str] = []
+    loads = []
     make = service.client.executor.state.make_adapter
 
-    def counted(name: str, *args: Any, **options: Any) -> Any:
+    def counted(name, *args, **options):
         loads.append(name)
         return make(name, *args, **options)
 
-    service.client.executor.state.make_adapter = counted  # type: ignore[method-assign]
+    service.client.executor.state.make_adapter = counted
 
-    async def many() -> list[int]:
+    async def many():
         async with serving.client_of(service, serving.headers_of("a-infer")) as client:
             body = {"model": "one", "prompt": TEXT, "max_tokens": 2}
             asked = [client.post("/v1/completions", json=body) for _ in range(12)]
@@ -374,7 +345,7 @@ def test_names_under_a_root_are_loaded_when_they_are_named(
         assert b.complete(name).status_code == 404
 
 
-def test_the_least_recently_used_gives_way(root: Path, texts: Any) -> None:
+def test_the_least_recently_used_gives_way(root, texts):
     """Those that are found again; what somebody loaded by name stays."""
     with make_service(root, max_cpu_loras=2) as service:
         op, b = Caller(service, "op"), Caller(service, "b")
@@ -390,7 +361,7 @@ def test_the_least_recently_used_gives_way(root: Path, texts: Any) -> None:
         assert b.complete("zero").status_code == 503
         assert op.load("kept", "zero", load_inplace=True).status_code == 200
 
-        async def storm() -> list[httpx2.Response]:
+        async def storm():
             async with serving.client_of(service, serving.headers_of("b")) as client:
                 names = ["zero", "one", "two", "kept"] * 6
                 bodies = (
@@ -410,7 +381,7 @@ def test_the_least_recently_used_gives_way(root: Path, texts: Any) -> None:
         assert len(service.client.executor.adapters) <= 2
 
 
-def test_static_modules(root: Path, texts: Any) -> None:
+def test_static_modules(root, texts):
     asked = [
         f"first={root / 'zero'}",
         json.dumps({"name": "second", "path": str(root / "one"), "base_model_name": "llama"}),
@@ -428,9 +399,9 @@ def test_static_modules(root: Path, texts: Any) -> None:
         assert b.complete("zero").status_code == 404  # modules' folders are no roots
 
 
-def test_sglangs_endpoints(service: Service, texts: Any) -> None:
+def test_sglangs_endpoints(service, texts):
     ask = Caller(service, "op")
-    load: Callable[[str], httpx2.Response] = lambda path: ask(  # noqa: E731
+    load = lambda path: ask(  # noqa: E731
         "POST", "/load_lora_adapter", json={"lora_name": "x", "lora_path": path, "pinned": True}
     )
     done = load("zero")
@@ -448,7 +419,7 @@ def test_sglangs_endpoints(service: Service, texts: Any) -> None:
     assert ask("POST", "/unload_lora_adapter", json={"lora_name": "x"}).status_code == 400
 
 
-def test_streams_that_are_open_end_on_their_version(root: Path) -> None:
+def test_streams_that_are_open_end_on_their_version(root):
     """The tokens are the library's; a reply that begins after the load is the new one's, whole."""
     library = serving.make_executor(adapters=0)
     expected = []

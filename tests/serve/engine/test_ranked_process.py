@@ -1,14 +1,11 @@
 """A server's engine over ranks: its process is the first one, and has started the others."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -27,10 +24,10 @@ PROMPT = [5, 6, 7, 8, 9]
 NEW = 8
 
 
-def test_an_engine_over_ranks_serves_what_transformers_generates(tmp_path: Path) -> None:
+def test_an_engine_over_ranks_serves_what_transformers_generates(tmp_path):
     model = tiny_llama.save(tmp_path / "tiny")
     load = functools.partial(compile_model, str(model), device="cpu", tp=2)
-    fields: Any = {"max_new_tokens": NEW, "ignore_eos": True}
+    fields = {"max_new_tokens": NEW, "ignore_eos": True}
     with process_client(load, ServeOptions(**serving.OPTIONS), 1, degree=2) as client:
         stream = client.submit(client.request(PROMPT, None, fields))
         while not stream.is_over:
@@ -39,7 +36,7 @@ def test_an_engine_over_ranks_serves_what_transformers_generates(tmp_path: Path)
         assert list(stream.wait(0).token_ids) == list(expected)
 
 
-def test_a_server_whose_rank_ends_starts_all_again(tmp_path: Path) -> None:
+def test_a_server_whose_rank_ends_starts_all_again(tmp_path):
     """At the same port, with the same answers; what the library of messages said is not told."""
     model = tiny_llama.save(tmp_path / "tiny")
     command = ["-m", "pcg_cli", "serve", str(model), "--port", "0", "--tp", "2", "--device", "cpu"]
@@ -47,7 +44,7 @@ def test_a_server_whose_rank_ends_starts_all_again(tmp_path: Path) -> None:
     command += ["--kv-cache-gib", "0.05"]
     body = {"model": serving.MODEL, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
 
-    def answer() -> Any:
+    def answer():
         with server.client() as client:
             reply = client.post("/v1/completions", json=body)
         return reply.json().get("choices")

@@ -1,11 +1,6 @@
 """`pcg serve --split-port`: one copy of the weights serves HTTP, and clients of split execution."""
 
-from __future__ import annotations
-
-import hashlib
-import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +23,13 @@ PROMPT = [3, 4, 5]
 BODY = {"model": serving.MODEL, "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
 
-def where_of(served: serving.Served) -> str:
+def where_of(served):
     address = served.service.client.facts.split_address
     assert address is not None
     return address
 
 
-def test_http_and_split_clients_are_served_by_one_engine() -> None:
+def test_http_and_split_clients_are_served_by_one_engine():
     alone = serving.make_executor(adapters=0)
     expected = alone.generate([PROMPT], max_new_tokens=8, temperature=0)[0]
     alone.finetune(ROWS, adapter="x", **TRAINING)
@@ -43,9 +38,9 @@ def test_http_and_split_clients_are_served_by_one_engine() -> None:
         served.client() as http,
         pcg.connect(where_of(served), api_key=serving.KEY) as split,
     ):
-        asked: list[str] = []
+        asked = []
 
-        def ask() -> None:
+        def ask():
             body = {**BODY, "max_tokens": 48}
             reply = http.post("/v1/completions", json=body)
             asked.append(reply.json()["choices"][0]["text"])
@@ -63,7 +58,7 @@ def test_http_and_split_clients_are_served_by_one_engine() -> None:
             assert oracle.relative_error(one, other) < TOLERANCE
 
 
-def test_a_split_client_is_served_beside_requests_that_miss_their_slo() -> None:
+def test_a_split_client_is_served_beside_requests_that_miss_their_slo():
     """They leave no time at all, for as long as the client runs."""
     is_over = threading.Event()
     with (
@@ -73,7 +68,7 @@ def test_a_split_client_is_served_beside_requests_that_miss_their_slo() -> None:
     ):
         body = {**BODY, "max_tokens": 100, "stream": True}
 
-        def stream() -> None:
+        def stream():
             while not is_over.is_set():
                 with http.stream("POST", "/v1/completions", json=body) as reply:
                     for _ in reply.iter_lines():
@@ -93,7 +88,7 @@ def test_a_split_client_is_served_beside_requests_that_miss_their_slo() -> None:
                 thread.join(60)
 
 
-def test_the_weights_are_held_once() -> None:
+def test_the_weights_are_held_once():
     executor = serving.make_executor(adapters=0)
     store, model = executor.state.weight_store, executor.program.base
     weights = store.size_bytes
@@ -108,14 +103,9 @@ def test_the_weights_are_held_once() -> None:
         assert live_bytes([one for one in live() if memory_of(one) not in held]) < weights / 100
 
 
-def test_keys_and_scopes_are_those_of_the_server(tmp_path: Path) -> None:
-    keys = [
-        {"name": name, "sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(),
-         "scopes": scopes}
-        for name, scopes in (("serves", ["infer"]), ("reads", ["metrics"]))
-    ]  # fmt: skip
-    file = tmp_path / "keys.json"
-    file.write_text(json.dumps(keys))
+def test_keys_and_scopes_are_those_of_the_server(tmp_path):
+    scopes = {"serves": {"scopes": ["infer"]}, "reads": {"scopes": ["metrics"]}}
+    file = serving.keys_file(tmp_path, **scopes)
     with serving.on_a_port(api_key=(), api_keys=file, split_port=0) as served:
         where = where_of(served)
         with pytest.raises(SplitError, match="none of this base's"):
@@ -128,7 +118,7 @@ def test_keys_and_scopes_are_those_of_the_server(tmp_path: Path) -> None:
                 split.finetune(ROWS, adapter="x", **TRAINING)
 
 
-def test_a_drain_waits_for_split_clients() -> None:
+def test_a_drain_waits_for_split_clients():
     with serving.on_a_port(split_port=0) as served:
         split = pcg.connect(where_of(served), api_key=serving.KEY)
         served.server.drain()
@@ -137,7 +127,7 @@ def test_a_drain_waits_for_split_clients() -> None:
         split.close()
 
 
-def test_ports_that_cannot_be_are_refused() -> None:
+def test_ports_that_cannot_be_are_refused():
     with pytest.raises(ServeError, match="split_port=-1"):
         ServeOptions(split_port=-1)
     with pytest.raises(ServeError, match="use two"):

@@ -1,12 +1,6 @@
 """Files by the real openai client: kept, listed, read, deleted, and bounded for each tenant."""
 
-from __future__ import annotations
-
 import hashlib
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import openai
@@ -18,49 +12,37 @@ from tests.support import serving
 LINES = b'{"prompt": "a", "completion": "b"}\n'
 
 
-def keys_file(folder: Path) -> Path:
-    """Two tenants with keys for everything, and a key that may not train."""
-    entries = [
-        {"name": name, "sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), **more}
-        for name, more in (
-            ("one", {"scopes": ["infer", "train"]}),
-            ("other", {"scopes": ["infer", "train"]}),
-            ("reader", {"scopes": ["infer"], "tenant": "one"}),
-        )
-    ]
-    (folder / "keys.json").write_text(json.dumps(entries))
-    return folder / "keys.json"
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
+    both, reader = {"scopes": ["infer", "train"]}, {"scopes": ["infer"], "tenant": "one"}
+    keys = serving.keys_file(folder, one=both, other=both, reader=reader)
     bounds = {"max_file_mib": 2.0, "tenant_files": 8, "tenant_files_gib": 5 / 1024}
-    own = {"data_dir": folder / "data", "api_keys": keys_file(folder), "max_body_mib": 0.125}
+    own = {"data_dir": folder / "data", "api_keys": keys, "max_body_mib": 0.125}
     with serving.on_a_port(**own, **bounds) as server:
         yield server
 
 
-def client_of(server: serving.Served, key: str) -> openai.OpenAI:
+def client_of(server, key):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=f"key-of-{key}", max_retries=0)
 
 
 @pytest.fixture
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
+def client(server):
     with client_of(server, "one") as client:
         yield client
         for file in list(client.files.list()):
             client.files.delete(file.id)
 
 
-def contents(server: serving.Served) -> int:
+def contents(server):
     """How many contents there are on the disk."""
     folder = server.service.part(Files).store.folder
     assert not list((folder / "incoming").iterdir())
     return sum(1 for _ in (folder / "files").glob("*/*"))
 
 
-def test_a_file_and_its_life(server: serving.Served, client: openai.OpenAI) -> None:
+def test_a_file_and_its_life(server, client):
     content = LINES * 20_000  # beyond what other bodies may have
     made = client.files.create(file=("train.jsonl", content), purpose="fine-tune")
     assert (made.bytes, made.filename, made.purpose) == (len(content), "train.jsonl", "fine-tune")
@@ -77,7 +59,7 @@ def test_a_file_and_its_life(server: serving.Served, client: openai.OpenAI) -> N
     assert contents(server) == 0
 
 
-def test_lists_and_their_pages(client: openai.OpenAI) -> None:
+def test_lists_and_their_pages(client):
     made = [
         client.files.create(file=(f"{n}.txt", b"x"), purpose="evals" if n == 2 else "user_data").id
         for n in range(5)
@@ -92,9 +74,7 @@ def test_lists_and_their_pages(client: openai.OpenAI) -> None:
     assert not list(client.files.list())
 
 
-def test_what_another_tenant_keeps_is_not_there(
-    server: serving.Served, client: openai.OpenAI
-) -> None:
+def test_what_another_tenant_keeps_is_not_there(server, client):
     made = client.files.create(file=("a.jsonl", LINES), purpose="fine-tune")
     with client_of(server, "other") as other:
         assert not list(other.files.list())
@@ -110,7 +90,7 @@ def test_what_another_tenant_keeps_is_not_there(
                 ask(made.id)
 
 
-def test_bounds(server: serving.Served, client: openai.OpenAI) -> None:
+def test_bounds(server, client):
     with pytest.raises(openai.APIStatusError, match="more than 2097152 bytes") as large:
         client.files.create(file=("a", b"x" * 2**21 + b"x"), purpose="user_data")
     assert (large.value.status_code, large.value.code) == (413, "file_too_large")
@@ -127,9 +107,7 @@ def test_bounds(server: serving.Served, client: openai.OpenAI) -> None:
     assert contents(server) == 3
 
 
-def test_a_life_that_ends(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_life_that_ends(server, client, monkeypatch):
     made = client.files.create(
         file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
@@ -163,9 +141,7 @@ def test_a_life_that_ends(
         ({"purpose": "x" * 5000}, "more than 4096 bytes"),
     ],
 )
-def test_forms_that_cannot_be(
-    server: serving.Served, client: openai.OpenAI, fields: dict[str, str], said: str
-) -> None:
+def test_forms_that_cannot_be(server, client, fields, said):
     with server.client(serving.headers_of("one")) as plain:
         reply = plain.post("/v1/files", data=fields, files={"file": ("a", b"x")})
     assert reply.status_code == 400
@@ -189,9 +165,7 @@ FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\
         (b"x", "multipart/form-data; boundary=" + "b" * 5000, "cannot be read"),
     ],
 )
-def test_bodies_that_are_no_forms(
-    server: serving.Served, client: openai.OpenAI, body: bytes, kind: str, said: str
-) -> None:
+def test_bodies_that_are_no_forms(server, client, body, kind, said):
     sent = {**serving.headers_of("one"), "content-type": kind}
     reply = httpx2.post(f"{server.url}/v1/files", headers=sent, content=body)
     assert reply.status_code == 400
@@ -199,7 +173,7 @@ def test_bodies_that_are_no_forms(
     assert contents(server) == 0
 
 
-def test_parameters_of_lists_that_cannot_be(server: serving.Served) -> None:
+def test_parameters_of_lists_that_cannot_be(server):
     with server.client(serving.headers_of("one")) as plain:
         for query in ("limit=0", "limit=10001", "order=up"):
             reply = plain.get(f"/v1/files?{query}")
@@ -207,9 +181,9 @@ def test_parameters_of_lists_that_cannot_be(server: serving.Served) -> None:
             assert reply.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_uploads(server: serving.Served, client: openai.OpenAI) -> None:
+def test_uploads(server, client):
     content = LINES * 20_000
-    begun: Any = client.uploads.create(
+    begun = client.uploads.create(
         bytes=len(content), filename="u.jsonl", mime_type="text/jsonl", purpose="fine-tune"
     )
     assert (begun.status, begun.file) == ("pending", None)
@@ -231,22 +205,17 @@ def test_uploads(server: serving.Served, client: openai.OpenAI) -> None:
     with client_of(server, "other") as other, pytest.raises(openai.NotFoundError):
         other.uploads.complete(begun.id, part_ids=parts[::-1])
     done = client.uploads.complete(
-        begun.id,
-        part_ids=parts[::-1],
-        md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
+        begun.id, part_ids=parts[::-1], md5=hashlib.md5(content, usedforsecurity=False).hexdigest()
     )
     assert done.status == "completed"
-    assert done.file is not None
     assert client.files.content(done.file.id).content == content
     assert contents(server) == 1
     with pytest.raises(openai.BadRequestError, match="is completed, not pending"):
         client.uploads.cancel(begun.id)
 
 
-def test_uploads_that_end_otherwise(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields: Any = {"filename": "u", "mime_type": "text/plain", "purpose": "user_data"}
+def test_uploads_that_end_otherwise(server, client, monkeypatch):
+    fields = {"filename": "u", "mime_type": "text/plain", "purpose": "user_data"}
     with pytest.raises(openai.APIStatusError, match="at most 2097152"):
         client.uploads.create(bytes=2**21 + 1, **fields)
     begun = [client.uploads.create(bytes=2**21, **fields) for _ in range(2)]
@@ -270,25 +239,22 @@ def test_uploads_that_end_otherwise(
     assert contents(server) == 1
 
 
-def test_chunked_uploads_of_the_client(
-    server: serving.Served, client: openai.OpenAI, tmp_path: Path
-) -> None:
+def test_chunked_uploads_of_the_client(server, client, tmp_path):
     (tmp_path / "data.jsonl").write_bytes(LINES * 9)
     made = client.uploads.upload_file_chunked(
         file=tmp_path / "data.jsonl", mime_type="text/jsonl", purpose="fine-tune", part_size=100
     )
-    assert made.file is not None
     assert client.files.content(made.file.id).content == LINES * 9
 
 
-def test_a_server_that_keeps_nothing_says_so() -> None:
+def test_a_server_that_keeps_nothing_says_so():
     with serving.service_of() as service:
         reply = serving.ask(service, "GET", "/v1/files")
     assert reply.status_code == 400
     assert "--data-dir" in reply.json()["error"]["message"]
 
 
-def test_files_are_there_after_a_start(tmp_path: Path) -> None:
+def test_files_are_there_after_a_start(tmp_path):
     with serving.on_a_port(data_dir=tmp_path) as server, server.client() as plain:
         form = {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", LINES)}}
         made = plain.post("/v1/files", **form).json()
@@ -297,9 +263,7 @@ def test_files_are_there_after_a_start(tmp_path: Path) -> None:
         assert plain.get(f"/v1/files/{made['id']}/content").content == LINES
 
 
-def test_few_uploads_that_are_over_are_told_of(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_uploads_that_are_over_are_told_of(server, client, monkeypatch):
     """Who begins and cancels uploads for ever fills no database."""
     monkeypatch.setattr("pcg.serve.files.files.MOST_OVER", 2)
     made = [

@@ -1,12 +1,8 @@
 """Graders over HTTP by the real openai client: run, validated, judged, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import openai
 import pytest
@@ -21,14 +17,14 @@ from pcg.serve.jobs import graders as graders_of_jobs
 from tests.support import serving
 from tests.support.job_client import client_of
 
-CHECK: Any = {
+CHECK = {
     "type": "string_check",
     "name": "same",
     "input": "{{sample.output_text}}",
     "reference": "{{item.answer}}",
     "operation": "ilike",
 }
-JUDGE: Any = {
+JUDGE = {
     "type": "score_model",
     "name": "judge",
     "model": "lora-0",
@@ -36,7 +32,7 @@ JUDGE: Any = {
     "range": [0, 4],
     "sampling_params": {"max_completions_tokens": 32, "temperature": 0},
 }
-LABELS: Any = {
+LABELS = {
     "type": "label_model",
     "name": "label",
     "model": serving.MODEL,
@@ -45,22 +41,22 @@ LABELS: Any = {
     "passing_labels": ["yes", "no"],
 }
 SOURCE = "def grade(sample, item):\n    return len(sample['output_text']) / item['most']\n"
-PYTHON: Any = {"type": "python", "name": "own", "source": SOURCE}
+PYTHON = {"type": "python", "name": "own", "source": SOURCE}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[serving.Served]:
+def server():
     with serving.on_a_port(python_graders=True) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def graders(server: serving.Served) -> Iterator[Any]:
+def graders(server):
     with client_of(server.url) as client:
         yield client.fine_tuning.alpha.graders
 
 
-def test_a_sample_is_graded(graders: Any) -> None:
+def test_a_sample_is_graded(graders):
     reply = graders.run(grader=CHECK, model_sample="It is paris.", item={"answer": "Paris"})
     assert (reply.reward, reply.sub_rewards) == (1.0, {})
     assert (reply.metadata.name, reply.metadata.type) == ("same", "string_check")
@@ -72,7 +68,7 @@ def test_a_sample_is_graded(graders: Any) -> None:
     )
 
 
-def test_judges_are_served_models(graders: Any) -> None:
+def test_judges_are_served_models(graders):
     multi = {
         "type": "multi",
         "name": "all",
@@ -90,7 +86,7 @@ def test_judges_are_served_models(graders: Any) -> None:
     assert reply.metadata.token_usage == sum(used.values())
 
 
-def test_errors_are_in_the_metadata(graders: Any) -> None:
+def test_errors_are_in_the_metadata(graders):
     reply = graders.run(grader=CHECK, model_sample="x", item={})
     assert reply.reward == 0
     assert reply.metadata.errors.invalid_variable_error is True
@@ -104,7 +100,7 @@ def test_errors_are_in_the_metadata(graders: Any) -> None:
     assert reply.metadata.errors.api_model_grader_parse_error is True
 
 
-def test_python_graders(graders: Any) -> None:
+def test_python_graders(graders):
     reply = graders.run(grader=PYTHON, model_sample="abc", item={"most": 6})
     assert reply.reward == 0.5
     reply = graders.run(grader=PYTHON, model_sample="abc", item={"most": 0})
@@ -113,7 +109,7 @@ def test_python_graders(graders: Any) -> None:
     assert errors.python_grader_runtime_error_details == "ZeroDivisionError: division by zero"
 
 
-def test_graders_are_validated(graders: Any) -> None:
+def test_graders_are_validated(graders):
     assert graders.validate(grader=CHECK).grader.model_dump() == CHECK
     for grader, said in (
         ({**CHECK, "operation": "match"}, "grader: operation='match'"),
@@ -127,7 +123,7 @@ def test_graders_are_validated(graders: Any) -> None:
         graders.validate(grader={**JUDGE, "model": "nobody"})
 
 
-def test_rights(server: serving.Served) -> None:
+def test_rights(server):
     keys = Keys([serving.key("trainer", "train"), serving.key("reader", "infer")])
     with serving.service_of(keys=keys) as service:
         path = "/v1/fine_tuning/alpha/graders/validate"
@@ -147,16 +143,16 @@ def test_rights(server: serving.Served) -> None:
         assert "Unrecognized request argument supplied: colour" in reply.text
 
 
-def test_a_turn_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_ends_with_its_process(monkeypatch):
     """Who waits no longer for a source has no second one beside it."""
     begun, let = [], threading.Event()
 
-    def runs(*_: Any) -> float:
+    def runs(*_):
         begun.append(1)
         let.wait(60)
         return 1.0
 
-    async def asked() -> int:
+    async def asked():
         first, second = (asyncio.create_task(own.run("t", "", Sample(""))) for _ in range(2))
         while not begun:
             await asyncio.sleep(0)
@@ -179,15 +175,13 @@ def test_a_turn_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_job_learns_nothing_from_a_full_queue(
-    waits: bool, server: serving.Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_learns_nothing_from_a_full_queue(waits, server, monkeypatch):
     """Its judges are asked again; who tries a grader is told."""
     caller = Caller("key", "tenant", frozenset())
     made = graders_of_jobs.ServedHost(server.service, caller, waits=waits)
-    asked: list[Question] = []
+    asked = []
 
-    async def completion(question: Question) -> tuple[int, Any]:
+    async def completion(question):
         asked.append(question)
         if len(asked) < 3:
             raise QueueFullError("full")
@@ -202,17 +196,15 @@ def test_a_job_learns_nothing_from_a_full_queue(
         asyncio.run(made.ask(Question("m", [])))
 
 
-def test_a_grader_has_a_size(graders: Any) -> None:
+def test_a_grader_has_a_size(graders):
     """However it is made of parts, so that the event loop and the jobs' rows have a bound."""
     parts = [{"type": "input_text", "text": "a" * 2**16} for _ in range(5)]
     with pytest.raises(openai.BadRequestError, match="use at most 262144"):
         graders.validate(grader={**JUDGE, "input": [{"role": "user", "content": parts}]})
 
 
-def test_an_error_of_a_judge_is_no_fault_of_ours(
-    server: serving.Served, graders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: Any, **__: Any) -> Any:
+def test_an_error_of_a_judge_is_no_fault_of_ours(server, graders, monkeypatch):
+    def refuses(*_, **__):
         raise ApiError(429, "Too many requests wait; ask again later.")
 
     monkeypatch.setattr(server.service, "submit", refuses)

@@ -1,43 +1,35 @@
-"""What jobs hold: it counts in quotas, rows go, another base is refused, permissions are kept."""
+"""What jobs hold: it counts in quotas, outlasts kills and damage, and goes when it is over."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from pcg.errors import ServeError
+from pcg.files import SUMS
 from pcg.serve.files.files import Files, used
 from pcg.serve.jobs import runner
+from pcg.serve.jobs.folders import JobFolder
 from pcg.serve.jobs.records import check_base
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store.contents import Incoming
+from pcg.serve.store.store import DATABASE
 from pcg.serve.store.tables import held_bytes, now
 from tests.support import serving
-from tests.support.job_client import ROWS, begin, client_of, ended, lines_of, text, upload
+from tests.support.job_client import ROWS, begin, client_of, ended, lines_of, steps, text, upload
+from tests.support.server_process import running
 from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    keys = [
-        {
-            "name": name,
-            "sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(),
-            "scopes": ["infer", "train", "admin"],
-        }
-        for name in ("other", "third")
-    ]
-    (folder / "keys.json").write_text(json.dumps(keys))
-    own: Any = {"data_dir": folder / "data", "api_keys": folder / "keys.json", "kv_cache_gib": 0.1}
+    every = {"scopes": ["infer", "train", "admin"]}
+    keys = serving.keys_file(folder, other=every, third=every)
+    own = {"data_dir": folder / "data", "api_keys": keys, "kv_cache_gib": 0.1}
     with serving.on_a_port(
         lambda: serving.make_executor(adapters=0), tenant_files_gib=2**-10, **own
     ) as server:
@@ -45,13 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]
 
 
 @pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    with client_of(server.url) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def done(client: openai.OpenAI) -> Any:
+def done(client):
     """A job that has succeeded, whose files were deleted while it ran."""
     file = upload(client)
     made = begin(client, epochs=1, training_file=file)
@@ -61,14 +47,12 @@ def done(client: openai.OpenAI) -> Any:
     return over
 
 
-def held(server: serving.Served, tenant: str = "default") -> int:
+def held(server, tenant="default"):
     read = server.service.part(Files).store.database.read
     return read(lambda one: held_bytes(one, tenant, now())).result()
 
 
-def test_data_of_jobs_counts_once_its_file_is_gone(
-    server: serving.Served, client: openai.OpenAI
-) -> None:
+def test_data_of_jobs_counts_once_its_file_is_gone(server, client):
     file = upload(client)
     jobs = [begin(client, epochs=400, training_file=file) for _ in range(2)]
     for job in jobs:
@@ -83,9 +67,7 @@ def test_data_of_jobs_counts_once_its_file_is_gone(
     until(lambda: read(lambda one: one.execute(count).fetchone()[0]).result() == 0)
 
 
-def test_configurations_count_until_their_jobs_are_deleted(
-    server: serving.Served, client: openai.OpenAI
-) -> None:
+def test_configurations_count_until_their_jobs_are_deleted(server, client):
     """Whoever makes and cancels jobs with long graders fills the disk no further than others."""
     before = held(server)
     text = "a" * 2**15
@@ -94,7 +76,7 @@ def test_configurations_count_until_their_jobs_are_deleted(
     job = client.fine_tuning.jobs.create(
         model=serving.MODEL,
         training_file=upload(client, [{"prompt": "a"}]),
-        method={"type": "reinforcement", "reinforcement": reinforcement},  # type: ignore[typeddict-item]
+        method={"type": "reinforcement", "reinforcement": reinforcement},
     )
     client.fine_tuning.jobs.cancel(job.id)
     assert held(server) - before > 2**16
@@ -103,9 +85,7 @@ def test_configurations_count_until_their_jobs_are_deleted(
     until(lambda: held(server) <= before)
 
 
-def test_adapters_count_until_they_are_deleted(
-    server: serving.Served, client: openai.OpenAI, done: Any
-) -> None:
+def test_adapters_count_until_they_are_deleted(server, client, done):
     folder = server.service.part(Files).store.folder / "jobs" / done.id
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
     kept = [one for name in ("checkpoints", "model") for one in folder.glob(f"{name}/**/*")]
@@ -118,7 +98,7 @@ def test_adapters_count_until_they_are_deleted(
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
-def test_who_keeps_too_much_makes_no_job(server: serving.Served) -> None:
+def test_who_keeps_too_much_makes_no_job(server):
     with client_of(server.url, "key-of-other") as other:
         size = 2**20 - len(lines_of(ROWS)) - 2000
         file = upload(other)
@@ -131,9 +111,7 @@ def test_who_keeps_too_much_makes_no_job(server: serving.Served) -> None:
             begin(other, epochs=1, training_file=file)
 
 
-def test_an_upload_is_completed_once_at_a_time(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_is_completed_once_at_a_time(server, client, monkeypatch):
     content = lines_of(ROWS)
     made = client.uploads.create(
         bytes=len(content), filename="a", mime_type="text/plain", purpose="fine-tune"
@@ -142,7 +120,7 @@ def test_an_upload_is_completed_once_at_a_time(
     joins, goes_on = threading.Event(), threading.Event()
     finish = Incoming.finish
 
-    def slow(incoming: Incoming) -> None:
+    def slow(incoming):
         joins.set()
         assert goes_on.wait(60)
         finish(incoming)
@@ -161,7 +139,7 @@ def test_an_upload_is_completed_once_at_a_time(
         client.uploads.complete(made.id, part_ids=[part.id])
 
 
-def test_permissions(server: serving.Served, client: openai.OpenAI, done: Any) -> None:
+def test_permissions(server, client, done):
     name = done.fine_tuned_model
     permissions = client.fine_tuning.checkpoints.permissions
     with client_of(server.url, "key-of-other") as other:
@@ -196,7 +174,7 @@ def test_permissions(server: serving.Served, client: openai.OpenAI, done: Any) -
     assert [tuple(row) for row in rows.result()] == [("third",)]
 
 
-def test_another_base_is_refused(server: serving.Served, done: Any) -> None:
+def test_another_base_is_refused(server, done):
     store, facts = server.service.part(Files).store, server.service.client.facts
     check_base(store, facts)
     other = type(facts)(**{**vars(facts), "base_digest": "x", "name": "another"})
@@ -204,7 +182,7 @@ def test_another_base_is_refused(server: serving.Served, done: Any) -> None:
         check_base(store, other)
 
 
-def test_jobs_that_are_over_can_be_removed(client: openai.OpenAI, done: Any) -> None:
+def test_jobs_that_are_over_can_be_removed(client, done):
     long = begin(client, epochs=400)
     path = f"/fine_tuning/jobs/{long.id}"
     with pytest.raises(openai.BadRequestError, match="the operation needs a job that is succeeded"):
@@ -219,10 +197,10 @@ def test_jobs_that_are_over_can_be_removed(client: openai.OpenAI, done: Any) -> 
     client.models.delete(done.fine_tuned_model)
 
 
-def test_rows_that_are_over_go_after_their_time(server: serving.Served) -> None:
+def test_rows_that_are_over_go_after_their_time(server):
     database = server.service.part(Files).store.database
 
-    def counts(connection: sqlite3.Connection, days: float) -> tuple[int, int]:
+    def counts(connection, days):
         runner.remove_old(connection, now() + 7200, days)
         tables = ("jobs", "uploads")
         found = [connection.execute(f"SELECT COUNT(*) FROM {one}").fetchone()[0] for one in tables]
@@ -236,11 +214,11 @@ def test_rows_that_are_over_go_after_their_time(server: serving.Served) -> None:
     assert left[1] < 2**20
 
 
-def test_models_are_kept_over_the_end_of_their_jobs(tmp_path: Path) -> None:
+def test_models_are_kept_over_the_end_of_their_jobs(tmp_path):
     """A start keeps the folder of a job whose rows are gone, while it holds a model."""
-    own: Any = {"data_dir": tmp_path / "data", "kv_cache_gib": 0.1}
+    own = {"data_dir": tmp_path / "data", "kv_cache_gib": 0.1}
 
-    def started() -> Any:
+    def started():
         return serving.on_a_port(lambda: serving.make_executor(adapters=0), **own)
 
     with started() as server, client_of(server.url) as client:
@@ -253,3 +231,109 @@ def test_models_are_kept_over_the_end_of_their_jobs(tmp_path: Path) -> None:
     with started() as server, client_of(server.url) as client:
         assert text(client, job.fine_tuned_model) == expected
         until(lambda: not (folder / "record").exists())
+
+
+def kill(server):
+    server.process.kill()
+    server.process.wait(60)
+
+
+def losses(client, job):
+    found = client.fine_tuning.jobs.list_events(job)
+    return {one.data["step"]: one.data["train_loss"] for one in found if one.type == "metrics"}
+
+
+@pytest.mark.slow
+def test_a_start_adds_what_a_crash_left_out(tmp_path, monkeypatch):
+    """The engine had done the last steps, and written their checkpoint, and no row told of them."""
+    own = {"data_dir": tmp_path, "kv_cache_gib": 0.1}
+    monkeypatch.setattr(JobFolder, "tidy", lambda _: None)  # the crash was before that
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        made = ended(client, begin(client).id)
+        before, said = losses(client, made.id), text(client, made.fine_tuned_model)
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    with connection:
+        connection.execute("UPDATE jobs SET status = 'running', result_file = NULL")
+        connection.execute("DELETE FROM job_events WHERE step > 4")
+        connection.execute("DELETE FROM job_checkpoints WHERE step > 4")
+        connection.execute("DELETE FROM models WHERE name NOT LIKE '%-3'")
+    connection.close()
+    (tmp_path / SUMS).unlink()  # as of a server that was killed
+    (tmp_path / "jobs" / "ftjob-unknown").mkdir()
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        again = ended(client, made.id)
+        assert again.status == "succeeded"
+        assert losses(client, made.id) == pytest.approx(before)
+        assert sorted(steps(client, made.id)) == [1, 2, 3, 4, 5, 6]
+        checkpoints = list(client.fine_tuning.jobs.checkpoints.list(made.id))
+        assert [one.step_number for one in checkpoints] == [6, 3]
+        names = [one.fine_tuned_model_checkpoint for one in checkpoints]
+        assert text(client, names[0]) == text(client, made.fine_tuned_model) == said
+        assert not (tmp_path / "jobs" / "ftjob-unknown").exists()
+        client.models.delete(made.fine_tuned_model)
+        with pytest.raises(openai.NotFoundError):
+            text(client, made.fine_tuned_model)
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        there = {model.id for model in client.models.list()}
+        assert made.fine_tuned_model not in there
+        assert set(names) <= there
+        client.models.delete(names[1])  # one that is not loaded
+        assert names[1] not in {model.id for model in client.models.list()}
+
+
+@pytest.mark.slow
+def test_a_job_whose_folder_is_damaged_holds_up_no_other(tmp_path):
+    own = {"data_dir": tmp_path, "kv_cache_gib": 0.1}
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        damaged, whole = (begin(client, epochs=400).id for _ in range(2))
+        for job in (damaged, whole):
+            client.fine_tuning.jobs.pause(job)
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    with connection:
+        connection.execute("UPDATE jobs SET status = 'queued' WHERE id = ?", (whole,))
+    connection.close()
+    (tmp_path / SUMS).unlink()  # as of a server that was killed
+    state = tmp_path / "jobs" / damaged / "checkpoints" / "step-99999999" / "trainer_state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{")
+    with serving.on_a_port(**own) as server, client_of(server.url) as client:
+        jobs = client.fine_tuning.jobs
+        until(lambda: jobs.retrieve(whole).status == "running")
+        jobs.cancel(whole)
+        assert jobs.cancel(damaged).status == "cancelled"
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_a_kill(tmp_path):
+    """Events of all steps are there once, and the losses are those of a job that ran through."""
+    kept = ["--data-dir", str(tmp_path)]
+    with running(*kept) as server, client_of(server.url) as client:
+        file = upload(client)
+        done = ended(client, begin(client, epochs=1, training_file=file).id)
+        assert done.status == "succeeded"
+        said = text(client, done.fine_tuned_model)
+        fields = {"training_file": file, "seed": 3, "epochs": 12}
+        job = begin(client, **fields, own={"save_every": 2}).id
+        until(lambda: len(steps(client, job)) >= 5)
+        before = losses(client, job)
+        kill(server)
+    # An event that was not written before the kill is written from the checkpoint.
+    state = max((tmp_path / "jobs" / job / "checkpoints").glob("step-*/trainer_state.json"))
+    saved = json.loads(state.read_text())["state"]["losses"]
+    with running(*kept) as server, client_of(server.url) as client:
+        assert client.files.retrieve(file).id == file
+        assert text(client, done.fine_tuned_model) == said
+        again = ended(client, job)
+        assert again.status == "succeeded"
+        assert sorted(steps(client, job)) == list(range(1, 37))
+        found = losses(client, job)
+        assert {step: found[step] for step in before} == before
+        assert [found[step] for step in range(1, len(saved) + 1)] == pytest.approx(saved)
+        whole = ended(client, begin(client, **fields).id)
+        assert list(losses(client, whole.id).values()) == pytest.approx(
+            list(found.values()), rel=1e-3
+        )
+        assert text(client, again.fine_tuned_model) == text(client, whole.fine_tuned_model)
+        (result,) = again.result_files
+        assert len(client.files.content(result).text.splitlines()) == 37
+        assert serving.MODEL in {model.id for model in client.models.list()}

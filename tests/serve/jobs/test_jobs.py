@@ -1,12 +1,7 @@
 """Fine-tuning jobs by the real openai client: made, run, told, served, changed and bounded."""
 
-from __future__ import annotations
-
 import dataclasses
-import hashlib
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import openai
@@ -32,29 +27,17 @@ from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    keys = [
-        {"name": name, "sha256": hashlib.sha256(f"key-of-{name}".encode()).hexdigest(), **more}
-        for name, more in (
-            ("other", {"scopes": ["infer", "train"]}),
-            ("reader", {"scopes": ["infer"], "tenant": "default"}),
-        )
-    ]
-    (folder / "keys.json").write_text(json.dumps(keys))
-    own: Any = {"data_dir": folder / "data", "api_keys": folder / "keys.json", "kv_cache_gib": 0.1}
+    reader = {"scopes": ["infer"], "tenant": "default"}
+    keys = serving.keys_file(folder, other={"scopes": ["infer", "train"]}, reader=reader)
+    own = {"data_dir": folder / "data", "api_keys": keys, "kv_cache_gib": 0.1}
     with serving.on_a_port(lambda: serving.make_executor(adapters=0), max_jobs=1, **own) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    with client_of(server.url) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def done(client: openai.OpenAI) -> Any:
+def done(client):
     """A job that has succeeded."""
     made = begin(
         client,
@@ -67,7 +50,7 @@ def done(client: openai.OpenAI) -> Any:
     return ended(client, made.id)
 
 
-def test_a_job_is_told_as_it_was_resolved(done: Any) -> None:
+def test_a_job_is_told_as_it_was_resolved(done):
     assert done.status == "succeeded", done.error
     assert done.hyperparameters.n_epochs == 2
     assert done.hyperparameters.batch_size == 2
@@ -80,7 +63,7 @@ def test_a_job_is_told_as_it_was_resolved(done: Any) -> None:
     assert done.pcg["total_steps"] == 6
 
 
-def test_its_events_tell_each_step_once(client: openai.OpenAI, done: Any) -> None:
+def test_its_events_tell_each_step_once(client, done):
     found = events(client, done.id)
     said = [one.message for one in found if one.type == "message"]
     assert said[0] == f"Created fine-tuning job: {done.id}"
@@ -99,9 +82,7 @@ def test_its_events_tell_each_step_once(client: openai.OpenAI, done: Any) -> Non
     assert [one.id for one in pages] == [one.id for one in found[::-1]]
 
 
-def test_the_model_and_its_checkpoints_serve(
-    server: serving.Served, client: openai.OpenAI, done: Any
-) -> None:
+def test_the_model_and_its_checkpoints_serve(server, client, done):
     name = done.fine_tuned_model
     assert name.startswith(f"ft:{serving.MODEL}:default:mine:")
     listed = {model.id for model in client.models.list()}
@@ -118,12 +99,12 @@ def test_the_model_and_its_checkpoints_serve(
     executor.finetune(
         ROWS, "same", peft=PEFT, epochs=2, batch_size=2, learning_rate=0.01, seed=7, progress=False
     )
-    trained = server.service.client.executor.adapters[f"@default/{name}"]  # type: ignore[attr-defined]
+    trained = server.service.client.executor.adapters[f"@default/{name}"]
     for one, other in zip(trained.tensors, executor.adapters["same"].tensors, strict=True):
         assert (one - other).abs().max() < 1e-5
 
 
-def test_the_result_file_is_a_table(client: openai.OpenAI, done: Any) -> None:
+def test_the_result_file_is_a_table(client, done):
     (result,) = done.result_files
     assert client.files.retrieve(result).purpose == "fine-tune-results"
     table = client.files.content(result).text.splitlines()
@@ -133,14 +114,14 @@ def test_the_result_file_is_a_table(client: openai.OpenAI, done: Any) -> None:
     assert [bool(row[3]) for row in rows] == [False, False, True, False, False, True]
 
 
-def test_a_job_that_is_over_leaves_no_data(server: serving.Served, done: Any) -> None:
+def test_a_job_that_is_over_leaves_no_data(server, done):
     folder = server.service.part(Files).store.folder / "jobs" / done.id
     until(lambda: not (folder / "training.jsonl").exists())
     until(lambda: not list(folder.glob("**/optimizer.safetensors")))
     assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "model", "record"]
 
 
-def test_its_report_is_its_owners(server: serving.Served, client: openai.OpenAI, done: Any) -> None:
+def test_its_report_is_its_owners(server, client, done):
     path = f"/fine_tuning/jobs/{done.id}/report"
     answer = client.get(path, cast_to=httpx.Response)
     assert answer.headers["content-type"].startswith("text/html")
@@ -160,9 +141,7 @@ def test_its_report_is_its_owners(server: serving.Served, client: openai.OpenAI,
         client.get("/fine_tuning/jobs/..%2f..%2fdata/report", cast_to=httpx.Response)
 
 
-def test_what_another_tenant_made_is_not_there(
-    server: serving.Served, client: openai.OpenAI, done: Any
-) -> None:
+def test_what_another_tenant_made_is_not_there(server, client, done):
     with client_of(server.url, "key-of-other") as other:
         jobs = other.fine_tuning.jobs
         assert done.id not in [one.id for one in jobs.list()]
@@ -182,7 +161,7 @@ def test_what_another_tenant_made_is_not_there(
             reader.fine_tuning.jobs.retrieve(done.id)
 
 
-def test_lists_pages_and_metadata(client: openai.OpenAI, done: Any) -> None:
+def test_lists_pages_and_metadata(client, done):
     jobs = client.fine_tuning.jobs
     more = [begin(client, epochs=1, metadata={"team": "b"}), begin(client, epochs=1)]
     made = [one.id for one in (done, *more)]
@@ -201,7 +180,7 @@ def test_lists_pages_and_metadata(client: openai.OpenAI, done: Any) -> None:
         jobs.cancel(one.id)
 
 
-def test_cancel_pause_and_resume(client: openai.OpenAI) -> None:
+def test_cancel_pause_and_resume(client):
     jobs = client.fine_tuning.jobs
     long = begin(client, epochs=400)
     waits = begin(client, epochs=1)  # one runs at a time
@@ -225,9 +204,7 @@ def test_cancel_pause_and_resume(client: openai.OpenAI) -> None:
     assert len(list(jobs.checkpoints.list(long.id))) <= 3
 
 
-def test_a_pause_is_told_behind_its_step_and_its_checkpoint_has_its_place(
-    client: openai.OpenAI,
-) -> None:
+def test_a_pause_is_told_behind_its_step_and_its_checkpoint_has_its_place(client):
     jobs = client.fine_tuning.jobs
     job = begin(client, epochs=40, own={"save_every": 2}).id
     until(lambda: len(steps(client, job)) > 2)
@@ -244,9 +221,7 @@ def test_a_pause_is_told_behind_its_step_and_its_checkpoint_has_its_place(
     assert [one.step_number for one in jobs.checkpoints.list(job, limit=1)] == saved  # by pages
 
 
-def test_a_tenants_turn_comes_before_another_ones_second(
-    server: serving.Served, client: openai.OpenAI
-) -> None:
+def test_a_tenants_turn_comes_before_another_ones_second(server, client):
     jobs = client.fine_tuning.jobs
     first, second = (begin(client, epochs=400) for _ in range(2))
     with client_of(server.url, "key-of-other") as other:
@@ -271,7 +246,7 @@ def test_a_tenants_turn_comes_before_another_ones_second(
         (b'{"input_ids": [1], "labels": [1, 2]}\n', "line 1 has 1 input_ids and 2 labels"),
     ],
 )
-def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, said: str) -> None:
+def test_files_that_cannot_be_learned(client, content, said):
     file = client.files.create(file=("train.jsonl", content), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError) as refused:
         begin(client, training_file=file.id)
@@ -280,7 +255,7 @@ def test_files_that_cannot_be_learned(client: openai.OpenAI, content: bytes, sai
     assert "jobs/" not in refused.value.message
 
 
-def test_rows_of_tokens(client: openai.OpenAI) -> None:
+def test_rows_of_tokens(client):
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 2
     job = ended(client, begin(client, epochs=3, training_file=upload(client, rows)).id)
     assert (job.status, job.trained_tokens) == ("succeeded", 18)
@@ -312,7 +287,7 @@ def test_rows_of_tokens(client: openai.OpenAI) -> None:
         ({"extra_body": {"pcg": {"learning_rate": -1.0}}}, "pcg.learning_rate"),
     ],
 )
-def test_jobs_that_cannot_be(client: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
+def test_jobs_that_cannot_be(client, fields, said):
     with pytest.raises(openai.BadRequestError) as refused:
         begin(client, training_file="file-x" if "suffix" in fields else upload(client), **fields)
     assert said in refused.value.message
@@ -328,7 +303,7 @@ def test_jobs_that_cannot_be(client: openai.OpenAI, fields: dict[str, Any], said
         ('{"model": "tiny", "training_file": "a", "metadata": {"\\ud800": "a"}}', 400),
     ],
 )
-def test_bodies_of_nobodys_client(server: serving.Served, body: str, status: int) -> None:
+def test_bodies_of_nobodys_client(server, body, status):
     with server.client() as plain:
         headers = {"content-type": "application/json"}
         reply = plain.post("/v1/fine_tuning/jobs", content=body, headers=headers)
@@ -337,7 +312,7 @@ def test_bodies_of_nobodys_client(server: serving.Served, body: str, status: int
         assert plain.get(f"/v1/fine_tuning/jobs?{many}").status_code == 400
 
 
-def test_models_that_no_job_goes_on_from(client: openai.OpenAI, done: Any) -> None:
+def test_models_that_no_job_goes_on_from(client, done):
     with pytest.raises(openai.NotFoundError):
         begin(client, model="nobody")
     with pytest.raises(openai.BadRequestError, match="leave peft out"):
@@ -347,9 +322,9 @@ def test_models_that_no_job_goes_on_from(client: openai.OpenAI, done: Any) -> No
         begin(client, training_file=file.id)
 
 
-def test_what_is_auto_is_resolved(client: openai.OpenAI) -> None:
+def test_what_is_auto_is_resolved(client):
     file = upload(client)
-    made: Any = client.fine_tuning.jobs.create(model=serving.MODEL, training_file=file)
+    made = client.fine_tuning.jobs.create(model=serving.MODEL, training_file=file)
     assert made.hyperparameters.model_dump() == {
         "n_epochs": 16,
         "batch_size": 1,
@@ -360,26 +335,22 @@ def test_what_is_auto_is_resolved(client: openai.OpenAI) -> None:
     client.fine_tuning.jobs.cancel(made.id)
 
 
-def test_a_validation_file_that_cannot_be_learned_is_named(client: openai.OpenAI) -> None:
+def test_a_validation_file_that_cannot_be_learned_is_named(client):
     half = upload(client, [{"prompt": "\ud800", "completion": "b"}])
     failed = ended(client, begin(client, epochs=1, validation_file=half).id)
     assert (failed.error.code, failed.error.param) == ("invalid_validation_file", "validation_file")
     assert failed.error.message.startswith("validation.jsonl line 1")
 
 
-def test_a_name_that_no_adapter_can_have_is_refused(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_no_adapter_can_have_is_refused(server, client, monkeypatch):
     catalog = server.service.part(Catalog)
     monkeypatch.setattr(catalog, "names", ("b" * 160, serving.MODEL))
     with pytest.raises(openai.BadRequestError, match="name is invalid"):
         begin(client, suffix="s" * 64)
 
 
-def test_a_job_that_cannot_begin_or_end_leaves_its_place(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def breaks(*_: Any) -> Any:
+def test_a_job_that_cannot_begin_or_end_leaves_its_place(client, monkeypatch, caplog):
+    def breaks(*_):
         raise OSError("/secret/folder")
 
     with monkeypatch.context() as patch:
@@ -394,13 +365,11 @@ def test_a_job_that_cannot_begin_or_end_leaves_its_place(
     client.fine_tuning.jobs.cancel(made.id)
 
 
-def test_a_file_that_is_deleted_while_a_job_is_made(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_deleted_while_a_job_is_made(client, monkeypatch):
     file = upload(client, [{"prompt": "of no other", "completion": "file"}])
     make = JobFolder.make
 
-    def deletes_first(folder: JobFolder, *files: Any) -> None:
+    def deletes_first(folder, *files):
         client.files.delete(file)
         make(folder, *files)
 
@@ -409,7 +378,7 @@ def test_a_file_that_is_deleted_while_a_job_is_made(
         begin(client, training_file=file)
 
 
-def test_a_job_that_fails_says_why(client: openai.OpenAI) -> None:
+def test_a_job_that_fails_says_why(client):
     made = begin(client, own={"peft": {**PEFT, "target_modules": ["no_such_module"]}})
     failed = ended(client, made.id)
     assert failed.status == "failed"
@@ -417,9 +386,7 @@ def test_a_job_that_fails_says_why(client: openai.OpenAI) -> None:
     assert events(client, made.id)[-1].level == "error"
 
 
-def test_a_server_that_runs_no_jobs_says_so_at_once(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_runs_no_jobs_says_so_at_once(server, client, monkeypatch):
     """As where ranks share the tokens of what is served; nothing is kept of the job."""
     facts = dataclasses.replace(server.service.client.facts, no_jobs="ranks share tokens; use cp=1")
     monkeypatch.setattr(server.service.client, "_facts", facts)

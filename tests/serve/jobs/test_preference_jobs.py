@@ -1,35 +1,15 @@
 """Jobs on preferences, and jobs that go on from a model, by the real openai client."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import openai
 import pytest
 
 from pcg.errors import EngineError
 from tests.support import serving
-from tests.support.job_client import (
-    PEFT,
-    begin,
-    client_of,
-    ended,
-    events,
-    lines_of,
-    steps,
-    text,
-    upload,
-)
+from tests.support.job_client import PEFT, begin, client_of, ended, events, lines_of, steps, upload
 from tests.support.waiting import until
 
 PAIRS = [
-    {
-        "prompt": f"def load_{word}(path):",
-        "chosen": f" return {word}",
-        "rejected": " pass",
-    }
+    {"prompt": f"def load_{word}(path):", "chosen": f" return {word}", "rejected": " pass"}
     for word in ("file", "table", "page", "row", "key", "name")
 ]
 OPENAI = [
@@ -42,22 +22,19 @@ OPENAI = [
 ]
 
 
-def served(folder: Path) -> Any:
+def served(folder):
     """A server that keeps its data in a folder."""
-    own: Any = {"data_dir": folder / "data", "kv_cache_gib": 0.1}
+    own = {"data_dir": folder / "data", "kv_cache_gib": 0.1}
     return serving.on_a_port(lambda: serving.make_executor(adapters=0), max_jobs=1, **own)
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    with (
-        served(tmp_path_factory.mktemp("served")) as server,
-        client_of(server.url) as client,
-    ):
+def client(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("served")) as server, client_of(server.url) as client:
         yield client
 
 
-def begin_dpo(client: openai.OpenAI, epochs: int = 2, own: Any = None, **fields: Any) -> Any:
+def begin_dpo(client, epochs=2, own=None, **fields):
     """Make a job of three steps an epoch."""
     given = {"n_epochs": epochs, "batch_size": 2, "beta": 0.2}
     method = {"type": "dpo", "dpo": {"hyperparameters": given}}
@@ -68,13 +45,13 @@ def begin_dpo(client: openai.OpenAI, epochs: int = 2, own: Any = None, **fields:
 
 
 @pytest.fixture(scope="module")
-def done(client: openai.OpenAI) -> Any:
+def done(client):
     """A job that has succeeded."""
     made = begin_dpo(client, validation_file=upload(client, PAIRS[:2]), seed=7)
     return ended(client, made.id)
 
 
-def test_a_job_is_told_as_it_was_resolved(done: Any) -> None:
+def test_a_job_is_told_as_it_was_resolved(done):
     assert done.status == "succeeded", done.error
     assert done.method.type == "dpo"
     found = done.method.dpo.hyperparameters
@@ -84,7 +61,7 @@ def test_a_job_is_told_as_it_was_resolved(done: Any) -> None:
     assert done.trained_tokens > 0
 
 
-def test_its_events_tell_rewards(client: openai.OpenAI, done: Any) -> None:
+def test_its_events_tell_rewards(client, done):
     assert steps(client, done.id) == [1, 2, 3, 4, 5, 6]
     metrics = [one.data for one in events(client, done.id) if one.type == "metrics"]
     assert metrics[0]["train_loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -97,13 +74,7 @@ def test_its_events_tell_rewards(client: openai.OpenAI, done: Any) -> None:
     assert len(table) == 7
 
 
-def test_its_model_and_checkpoints_serve(client: openai.OpenAI, done: Any) -> None:
-    found = list(client.fine_tuning.jobs.checkpoints.list(done.id))
-    assert [one.step_number for one in found] == [6, 3]
-    assert text(client, done.fine_tuned_model) == text(client, found[0].fine_tuned_model_checkpoint)
-
-
-def test_openais_rows_and_pausing(client: openai.OpenAI) -> None:
+def test_openais_rows_and_pausing(client):
     made = begin_dpo(client, 300, {"save_every": 100}, training_file=upload(client, OPENAI))
     until(lambda: bool(steps(client, made.id)))
     assert client.fine_tuning.jobs.pause(made.id).status == "paused"
@@ -119,7 +90,7 @@ def test_openais_rows_and_pausing(client: openai.OpenAI) -> None:
     assert ended(client, begin_dpo(client, 1).id).status == "succeeded"
 
 
-def test_a_job_goes_on_from_a_model_and_a_checkpoint(client: openai.OpenAI, done: Any) -> None:
+def test_a_job_goes_on_from_a_model_and_a_checkpoint(client, done):
     own = {"extra_body": {"pcg": {"learning_rate": 0.01}}}
     model = done.fine_tuned_model
     tuned = ended(client, begin(client, 1, model=model, seed=1, **own).id)
@@ -144,7 +115,7 @@ def test_a_job_goes_on_from_a_model_and_a_checkpoint(client: openai.OpenAI, done
         ({**PAIRS[0], "rejected": PAIRS[0]["chosen"]}, "line 2: both outputs are alike"),
     ],
 )
-def test_rows_that_cannot_be(client: openai.OpenAI, row: Any, said: str) -> None:
+def test_rows_that_cannot_be(client, row, said):
     file = client.files.create(file=("train.jsonl", lines_of([PAIRS[0], row])), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError) as refused:
         begin_dpo(client, training_file=file.id)
@@ -161,21 +132,19 @@ def test_rows_that_cannot_be(client: openai.OpenAI, row: Any, said: str) -> None
         ({"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}, "gamma"),
     ],
 )
-def test_methods_that_cannot_be(client: openai.OpenAI, method: Any, said: str) -> None:
+def test_methods_that_cannot_be(client, method, said):
     with pytest.raises(openai.BadRequestError) as refused:
         begin_dpo(client, method=method)
     assert said in refused.value.message
 
 
-def test_a_job_goes_on_after_the_engine_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_goes_on_after_the_engine_ended(tmp_path, monkeypatch):
     """As after a kill: what was done behind the last checkpoint is done again, and told once."""
     from pcg.train.preference.run import Preferences
 
     train = Preferences.gradients
 
-    def fails(objective: Any, step: int, rate: float) -> Any:
+    def fails(objective, step, rate):
         if step == 4:
             raise EngineError("the engine is gone")
         return train(objective, step, rate)

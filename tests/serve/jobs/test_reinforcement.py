@@ -1,12 +1,7 @@
 """Reinforcement fine-tuning by the real openai client: rewards by graders, told, served, kept."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -16,7 +11,6 @@ from safetensors.torch import load_file
 from pcg.errors import GraderError
 from pcg.records.run import read_run
 from pcg.serve.engine import reinforcement
-from pcg.serve.engine.messages import JobSamples
 from pcg.serve.files.files import Files
 from pcg.serve.jobs import records
 from pcg.serve.jobs.runner import JobRunner
@@ -25,11 +19,11 @@ from tests.support.job_client import PEFT, client_of, ended, events, steps, text
 from tests.support.server_process import running
 from tests.support.waiting import until
 
-ROWS: list[Any] = [
+ROWS = [
     {"messages": [{"role": "user", "content": word}], "answer": answer, "more": {"deep": [answer]}}
     for word, answer in (("one", "a"), ("two", "e"), ("six", "e"), ("ten", "o"))
 ]
-GRADER: Any = {
+GRADER = {
     "type": "text_similarity",
     "name": "alike",
     "input": "{{sample.output_text}}",
@@ -40,28 +34,22 @@ OWN = {"peft": PEFT, "learning_rate": 0.01, "max_completion_length": 4}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
-    own: Any = {"data_dir": tmp_path_factory.mktemp("served"), "kv_cache_gib": 0.1}
+def server(tmp_path_factory):
+    own = {"data_dir": tmp_path_factory.mktemp("served"), "kv_cache_gib": 0.1}
     with serving.on_a_port(lambda: serving.make_executor(adapters=0), **own) as server:
         yield server
 
 
-@pytest.fixture
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    with client_of(server.url) as client:
-        yield client
-
-
 def begun(
-    client: openai.OpenAI,
-    grader: Any = GRADER,
-    rows: list[Any] = ROWS,
-    own: Any = None,
-    validation_file: Any = None,
-    training_file: Any = None,
-    tests: list[Any] | None = None,
-    **given: Any,
-) -> Any:
+    client,
+    grader=GRADER,
+    rows=ROWS,
+    own=None,
+    validation_file=None,
+    training_file=None,
+    tests=None,
+    **given,
+):
     if tests is not None:
         validation_file = upload(client, tests)
     hyperparameters = {"n_epochs": 1, "batch_size": 2, "compute_multiplier": 0.25, **given}
@@ -78,13 +66,13 @@ def begun(
     )
 
 
-def idle(server: serving.Served, client: openai.OpenAI) -> bool:
+def idle(server, client):
     """True once the engine runs no job; the question keeps the client's connection open."""
     client.fine_tuning.jobs.list(limit=1)
     return not server.service.part(JobRunner)._running
 
 
-def test_a_job_is_rewarded_told_and_served(client: openai.OpenAI) -> None:
+def test_a_job_is_rewarded_told_and_served(client):
     made = begun(
         client,
         validation_file=upload(client, ROWS[:1]),
@@ -120,9 +108,7 @@ def test_a_job_is_rewarded_told_and_served(client: openai.OpenAI) -> None:
     assert "Samples" in page
 
 
-def test_a_job_goes_on_where_it_was(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_goes_on_where_it_was(server, client, monkeypatch):
     """A run that was paused ends in the weights of one that was not; a checkpoint has few steps."""
     monkeypatch.setattr(reinforcement, "_KEPT_STEPS", 1)
     jobs = client.fine_tuning.jobs
@@ -151,23 +137,22 @@ def test_a_job_goes_on_where_it_was(
         assert (tensor - other[name]).abs().max() < 1e-4, name
 
 
-def test_a_cancelled_job_leaves_no_model(server: serving.Served, client: openai.OpenAI) -> None:
+def test_a_cancelled_job_leaves_no_model(server, client):
     made = begun(client, n_epochs=900)
     until(lambda: len(steps(client, made.id)) > 0)
     assert client.fine_tuning.jobs.cancel(made.id).status == "cancelled"
     until(lambda: idle(server, client))
     assert client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model is None
-    executor = server.service.client.executor  # type: ignore[attr-defined]
+    executor = server.service.client.executor
     row = (
         server.service.part(Files)
         .store.database.read(lambda one: records.find(one, made.id))
         .result()
     )
-    assert row is not None
     assert f"@default/{row.name}" not in executor.adapters
 
 
-def test_a_grader_that_grades_nothing_fails_the_job(client: openai.OpenAI) -> None:
+def test_a_grader_that_grades_nothing_fails_the_job(client):
     job = ended(client, begun(client, {**GRADER, "reference": "{{item.nothing}}"}).id)
     assert job.status == "failed"
     assert "no completion can be graded: the template names item.nothing" in job.error.message
@@ -177,7 +162,7 @@ def test_a_grader_that_grades_nothing_fails_the_job(client: openai.OpenAI) -> No
     assert job.error.message.startswith("training.jsonl line 1: the prompt has")
 
 
-def test_files_with_a_mark_of_their_encoding(client: openai.OpenAI) -> None:
+def test_files_with_a_mark_of_their_encoding(client):
     """Rows are read as they were looked at: a byte-order mark, and ends of lines within one."""
     data = (
         b"\xef\xbb\xbf" + b'{"prompt":\r"a", "answer": "\xe2\x80\xa8", "more": {"deep": [1]}}\r\n'
@@ -190,10 +175,10 @@ def test_files_with_a_mark_of_their_encoding(client: openai.OpenAI) -> None:
 class Endless:
     """A grading that never ends by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.has_begun = self.was_ended = False
 
-    async def grade(self, *_: Any) -> list[float]:
+    async def grade(self, *_):
         self.has_begun = True
         try:
             await asyncio.get_running_loop().create_future()
@@ -202,9 +187,7 @@ class Endless:
         return []
 
 
-def test_nothing_is_graded_of_a_job_that_was_cancelled(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_graded_of_a_job_that_was_cancelled(server, client, monkeypatch):
     grading = Endless()
     monkeypatch.setattr(server.service.part(JobRunner), "_grading", grading)
     made = begun(client)
@@ -216,19 +199,17 @@ def test_nothing_is_graded_of_a_job_that_was_cancelled(
 class Picky:
     """A grading that cannot grade what it is asked first."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
+    def __init__(self):
+        self.sizes = []
 
-    async def grade(self, _: str, __: str, ___: Any, samples: JobSamples) -> list[float]:
+    async def grade(self, _, __, ___, samples):
         self.sizes.append(len(samples.texts))
         if len(self.sizes) == 1:
             raise GraderError("no completion can be graded")
         return [1.0] * len(samples.texts)
 
 
-def test_completions_are_graded_in_parts(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completions_are_graded_in_parts(server, client, monkeypatch):
     """A message has a bound, and a part that cannot be graded has the reward 0."""
     monkeypatch.setattr(reinforcement, "_TOGETHER", 3)
     grading = Picky()
@@ -243,13 +224,11 @@ def test_completions_are_graded_in_parts(
 class Refusing:
     """A grading whose errors no message can hold."""
 
-    async def grade(self, *_: Any) -> list[float]:
+    async def grade(self, *_):
         raise GraderError("half \ud800")
 
 
-def test_an_error_of_a_grader_reaches_the_job(
-    server: serving.Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_grader_reaches_the_job(server, client, monkeypatch):
     monkeypatch.setattr(server.service.part(JobRunner), "_grading", Refusing())
     job = ended(client, begun(client).id)
     assert job.status == "failed"
@@ -257,11 +236,11 @@ def test_an_error_of_a_grader_reaches_the_job(
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_job_goes_on_after_a_kill(tmp_path):
     """Steps are told once, and the losses and rewards are those of a job that ran through."""
     own = {"save_every": 2}
 
-    def told(client: openai.OpenAI, job: str) -> dict[int, tuple[float, float]]:
+    def told(client, job):
         metrics = [one.data for one in events(client, job) if one.type == "metrics"]
         return {one["step"]: (one["train_loss"], one["train_reward_mean"]) for one in metrics}
 
@@ -307,7 +286,7 @@ def test_a_job_goes_on_after_a_kill(tmp_path: Path) -> None:
         ({"learning_rate_multiplier": 2}, "not both"),
     ],
 )
-def test_jobs_that_cannot_be(client: openai.OpenAI, change: dict[str, Any], said: str) -> None:
+def test_jobs_that_cannot_be(client, change, said):
     with pytest.raises(openai.BadRequestError) as refused:
         begun(client, **change)
     assert said in refused.value.message

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import anthropic
 import pytest
@@ -15,7 +12,7 @@ from pydantic import BaseModel
 from pcg.errors import QueueFullError
 from pcg.serve.openai.anthropic import CountBody, GivenTool, MessageBlocks, MessagesBody
 from pcg.serve.openai.tools import ToolUse
-from tests.support import chat_templates, serving, tiny_llama
+from tests.support import serving
 
 USER = {"role": "user", "content": "what is it?"}
 WEATHER = {
@@ -31,22 +28,12 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(chat_templates.HERMES)
-    model = tiny_llama.save(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-    load = partial(serving.make_executor, directory=model)
-    with serving.on_a_port(load, chat_template=template) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[anthropic.Anthropic]:
+def client(server):
     with anthropic.Anthropic(base_url=server.url, api_key=serving.KEY, max_retries=0) as client:
         yield client
 
 
-def asked(extra_body: dict[str, Any] | None = None, **fields: Any) -> Any:
+def asked(extra_body=None, **fields):
     """Fields of a greedy request; the newest client has no argument for the temperature."""
     return {
         "model": serving.MODEL,
@@ -57,24 +44,20 @@ def asked(extra_body: dict[str, Any] | None = None, **fields: Any) -> Any:
     }
 
 
-def streamed(
-    client: anthropic.Anthropic, **fields: Any
-) -> tuple[anthropic.types.Message, list[Any]]:
+def streamed(client, **fields):
     with client.messages.stream(**asked(**fields)) as stream:
         events = list(stream)
         return stream.get_final_message(), events
 
 
-def chat(server: serving.Served, messages: Sequence[Any], **fields: Any) -> Any:
+def chat(server, messages, **fields):
     body = {"model": serving.MODEL, "messages": list(messages), "max_tokens": 20, "temperature": 0}
     with server.client() as client:
         return client.post("/v1/chat/completions", json={**body, **fields}).json()
 
 
 @pytest.mark.parametrize("model", [serving.MODEL, "lora-0"])
-def test_text_is_that_of_chats(
-    server: serving.Served, client: anthropic.Anthropic, model: str
-) -> None:
+def test_text_is_that_of_chats(server, client, model):
     system = {"role": "system", "content": "Be brief."}
     expected = chat(server, [system, USER], model=model)
     text, usage = expected["choices"][0]["message"]["content"], expected["usage"]
@@ -100,9 +83,7 @@ def test_text_is_that_of_chats(
         assert count.input_tokens == usage["prompt_tokens"]
 
 
-def test_an_output_ends_by_a_sequence_or_by_itself(
-    server: serving.Served, client: anthropic.Anthropic
-) -> None:
+def test_an_output_ends_by_a_sequence_or_by_itself(server, client):
     text = chat(server, [USER])["choices"][0]["message"]["content"]
     sequence = text[4:8]
     message = client.messages.create(**asked(stop_sequences=[sequence, "not in it"]))
@@ -123,16 +104,14 @@ class Animal(BaseModel):
     is_lazy: bool
 
 
-def test_an_object_of_a_class_is_parsed(client: anthropic.Anthropic) -> None:
+def test_an_object_of_a_class_is_parsed(client):
     fields = asked(max_tokens=60)
     message = client.messages.parse(**fields, output_format=Animal)
     assert isinstance(message.parsed_output, Animal)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_are_used_and_their_results_read(
-    server: serving.Served, client: anthropic.Anthropic, stream: bool
-) -> None:
+def test_tools_are_used_and_their_results_read(server, client, stream):
     for choice, names in (
         ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "stop"}),
         ({"type": "tool", "name": "weather"}, {"weather"}),
@@ -185,9 +164,7 @@ def test_tools_are_used_and_their_results_read(
     assert count.input_tokens == expected["usage"]["prompt_tokens"]
 
 
-def test_what_the_assistant_began_goes_on(
-    server: serving.Served, client: anthropic.Anthropic
-) -> None:
+def test_what_the_assistant_began_goes_on(server, client):
     begun = [USER, {"role": "assistant", "content": "a dog "}]
     expected = chat(server, begun, continue_final_message=True)
     message = client.messages.create(**asked(messages=begun))
@@ -201,12 +178,12 @@ def test_what_the_assistant_began_goes_on(
     client.messages.create(**asked(messages=turns, thinking={"type": "disabled"}))
 
 
-def test_the_whole_context_is_a_bound(client: anthropic.Anthropic) -> None:
+def test_the_whole_context_is_a_bound(client):
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
         client.messages.create(**asked(max_tokens=5000))
 
 
-def test_the_clients_fields_are_known() -> None:
+def test_the_clients_fields_are_known():
     """Each is taken, or refused by its name."""
     bodies = (
         (MessagesBody, message_create_params.MessageCreateParamsStreaming),
@@ -221,10 +198,7 @@ def test_the_clients_fields_are_known() -> None:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 EMPTY = [{"type": "text", "text": ""}] * 9000
-MANY = {
-    "role": "user",
-    "content": [{"type": "tool_result", "tool_use_id": "a", "content": EMPTY}],
-}
+MANY = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": EMPTY}]}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 
@@ -251,9 +225,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_refused_in_anthropics_shape(
-    client: anthropic.Anthropic, fields: dict[str, Any], says: str, stream: bool
-) -> None:
+def test_what_cannot_be_is_refused_in_anthropics_shape(client, fields, says, stream):
     with pytest.raises(anthropic.BadRequestError, match=says) as caught:
         client.messages.create(**asked(stream=stream, **fields))
     assert caught.value.body["type"] == "error"
@@ -261,9 +233,7 @@ def test_what_cannot_be_is_refused_in_anthropics_shape(
     assert "response_format" not in str(caught.value)
 
 
-def test_other_errors_have_their_classes(
-    server: serving.Served, client: anthropic.Anthropic
-) -> None:
+def test_other_errors_have_their_classes(server, client):
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as caught:
         client.messages.create(**asked(model="other"))
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -278,7 +248,7 @@ def test_other_errors_have_their_classes(
         assert (missing.status_code, missing.json()["type"]) == (405, "error")
 
 
-def test_what_fails_within_a_stream_is_its_last_event() -> None:
+def test_what_fails_within_a_stream_is_its_last_event():
     events = MessageBlocks([], "msg_1", "tiny", ToolUse())
     name, data, *rest = events.failed(QueueFullError("it is full")).decode().split("\n")
     assert (name, rest) == ("event: error", ["", ""])

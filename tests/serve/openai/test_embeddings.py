@@ -1,12 +1,9 @@
-"""/v1/embeddings by the openai client: transformers' and peft's last hidden states."""
-
-from __future__ import annotations
+"""Embeddings, scores and tokens over HTTP are those of transformers and peft."""
 
 import base64
 import dataclasses
-from collections.abc import Iterator
+import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import openai
@@ -16,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pcg.runtime.admission.limits import Limits
-from pcg.serve.engine.facts import ModelFacts, facts_of
+from pcg.serve.engine.facts import facts_of
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.errors import ApiError
 from pcg.serve.openai.embeddings import EmbeddingsBody
@@ -26,26 +23,20 @@ TEXTS = ["Hello, how are you today?", "the quick brown fox", "Ein schöner Tag �
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[serving.Served]:
+def server():
     with serving.on_a_port() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=serving.KEY, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def states(server: serving.Served, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def states(server, tmp_path_factory):
     """What computes the last hidden states of a prompt, [tokens, hidden], by name of the model."""
     folder = tmp_path_factory.mktemp("adapter")
     server.service.client.executor.save_adapter("lora-0", folder)
     loaded = AutoModelForCausalLM.from_pretrained(serving.model_directory(), dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(loaded, folder).eval()
 
-    def compute(model: str, ids: list[int]) -> Any:
+    def compute(model, ids):
         with torch.inference_mode():
             if model != serving.MODEL:
                 return adapted(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
@@ -55,19 +46,18 @@ def states(server: serving.Served, tmp_path_factory: pytest.TempPathFactory) -> 
     return compute
 
 
-def tokenizer() -> Any:
+@pytest.fixture(scope="module")
+def tokenizer():
     return PreTrainedTokenizerFast.from_pretrained(serving.model_directory())
 
 
-def unit(vector: Any) -> Any:
+def unit(vector):
     return vector / vector.norm()
 
 
 @pytest.mark.parametrize("model", [serving.MODEL, "lora-0"])
-def test_texts_and_tokens_give_the_same_states(
-    client: openai.OpenAI, states: Any, model: str
-) -> None:
-    ids = [tokenizer().encode(text) for text in TEXTS]
+def test_texts_and_tokens_give_the_same_states(client, states, model, tokenizer):
+    ids = [tokenizer.encode(text) for text in TEXTS]
     wanted = [unit(states(model, one)[-1]) for one in ids]
     several = client.embeddings.create(model=model, input=TEXTS)
     as_ids = client.embeddings.create(model=model, input=ids, encoding_format="float")
@@ -82,8 +72,8 @@ def test_texts_and_tokens_give_the_same_states(
         torch.testing.assert_close(torch.tensor(one.embedding), wanted[0])
 
 
-def test_pooling_and_norm_are_a_choice(client: openai.OpenAI, states: Any) -> None:
-    found = states(serving.MODEL, tokenizer().encode(TEXTS[1]))
+def test_pooling_and_norm_are_a_choice(client, states, tokenizer):
+    found = states(serving.MODEL, tokenizer.encode(TEXTS[1]))
     for pooling, state in (("last", found[-1]), ("mean", found.mean(0))):
         for normalize, wanted in ((True, unit(state)), (False, state)):
             extra = {"pooling": pooling, "normalize": normalize}
@@ -93,8 +83,8 @@ def test_pooling_and_norm_are_a_choice(client: openai.OpenAI, states: Any) -> No
             torch.testing.assert_close(torch.tensor(one.embedding), wanted)
 
 
-def test_a_long_prompt_is_cut_to_its_last_tokens(client: openai.OpenAI, states: Any) -> None:
-    ids = tokenizer().encode(TEXTS[0])
+def test_a_long_prompt_is_cut_to_its_last_tokens(client, states, tokenizer):
+    ids = tokenizer.encode(TEXTS[0])
     extra = {"truncate_prompt_tokens": 3}
     reply = client.embeddings.create(model=serving.MODEL, input=TEXTS[0], extra_body=extra)
     wanted = unit(states(serving.MODEL, ids[-3:])[-1])
@@ -108,7 +98,7 @@ def test_a_long_prompt_is_cut_to_its_last_tokens(client: openai.OpenAI, states: 
     assert reply.usage.prompt_tokens == 128
 
 
-def test_base64_is_the_bytes_of_the_same_numbers(server: serving.Served) -> None:
+def test_base64_is_the_bytes_of_the_same_numbers(server):
     body = {"model": serving.MODEL, "input": TEXTS[0]}
     with server.client() as http:
         replies = [
@@ -119,9 +109,7 @@ def test_base64_is_the_bytes_of_the_same_numbers(server: serving.Served) -> None
     assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == np.float32(numbers).tolist()
 
 
-def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
-    client: openai.OpenAI, server: serving.Served
-) -> None:
+def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(client, server):
     local = server.service.client
     width = local.facts.width
     whole = client.embeddings.create(model=serving.MODEL, input=TEXTS[0], dimensions=width)
@@ -130,7 +118,7 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
         client.embeddings.create(model=serving.MODEL, input=TEXTS[0], dimensions=width // 2)
     assert refused.value.param == "dimensions"
 
-    def with_config(**fields: Any) -> Any:
+    def with_config(**fields):
         program = local.executor.program
         configured = dataclasses.replace(program, config={**program.config, **fields})
         executor = SimpleNamespace(
@@ -143,9 +131,9 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
             scheduler=SimpleNamespace(limits=Limits()),
             device=SimpleNamespace(warmed=None, cache=SimpleNamespace(size_bytes=0)),
         )
-        return facts_of(executor, engine, ServeOptions())  # type: ignore[arg-type]
+        return facts_of(executor, engine, ServeOptions())
 
-    def check(facts: ModelFacts, asked: int) -> None:
+    def check(facts, asked):
         EmbeddingsBody(input="a", dimensions=asked).check_dimensions(facts)
 
     check(with_config(is_matryoshka=True), 1)
@@ -155,10 +143,10 @@ def test_a_part_of_an_embedding_needs_a_model_that_was_trained_for_it(
             check(with_config(**fields), asked)
 
 
-def test_a_part_is_an_embedding_of_norm_1(states: Any) -> None:
+def test_a_part_is_an_embedding_of_norm_1(states, tokenizer):
     executor = serving.make_executor()
-    executor.program.config["is_matryoshka"] = True  # type: ignore[index]
-    wanted = unit(states(serving.MODEL, tokenizer().encode(TEXTS[0]))[-1][:5])
+    executor.program.config["is_matryoshka"] = True
+    wanted = unit(states(serving.MODEL, tokenizer.encode(TEXTS[0]))[-1][:5])
 
     body = {"model": serving.MODEL, "input": TEXTS[0], "dimensions": 5}
     with serving.service_of(executor) as service:
@@ -166,31 +154,119 @@ def test_a_part_is_an_embedding_of_norm_1(states: Any) -> None:
     torch.testing.assert_close(torch.tensor(reply["data"][0]["embedding"]), wanted)
 
 
+QUERY = "what is it?"
+DOCUMENTS = ["a dog", "the quick brown fox", "what is it?", "Ein schöner Tag"]
+
+
+@pytest.fixture(scope="module")
+def cosines():
+    """The cosine of the query's last hidden state and each text's."""
+    directory = serving.model_directory()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+
+    def embedding(text):
+        ids = torch.tensor([tokenizer.encode(text)])
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).hidden_states[-1][0, -1]
+
+    query = embedding(QUERY)
+    return [float(torch.cosine_similarity(query, embedding(text), dim=0)) for text in DOCUMENTS]
+
+
+def ask(service, path, **body):
+    return serving.post(service, path, {"model": serving.MODEL, **body}).json()
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
 @pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"input": ""}, "empty"),
-        ({"input": []}, "text"),
-        ({"input": ["a", ""]}, "empty"),
-        ({"input": ["a", [1]]}, "token ids"),
-        ({"input": [[1], []]}, "token ids"),
-        ({"input": [10**9]}, "1000000000"),
-        ({"input": "a" * 4000}, "maximum context length"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "dimensions": 0}, "dimensions"),
-        ({"input": "a", "pooling": "max"}, "pooling"),
-        ({"input": "a", "temperature": 1.0}, "temperature"),
-    ],
+    ("one", "other"),
+    [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")],
 )
-def test_bad_bodies_are_refused_by_name(
-    server: serving.Served, body: dict[str, Any], words: str
-) -> None:
-    with server.client() as http:
-        reply = http.post("/v1/embeddings", json={"model": serving.MODEL, **body})
-    assert reply.status_code == 400
-    assert words in reply.json()["error"]["message"]
+def test_a_score_is_the_cosine_of_embeddings(service, cosines, path, one, other):
+    for left in (QUERY, [QUERY], [QUERY] * len(DOCUMENTS)):
+        reply = ask(service, path, **{one: left, other: DOCUMENTS})
+        assert [row["index"] for row in reply["data"]] == [0, 1, 2, 3]
+        assert [row["score"] for row in reply["data"]] == pytest.approx(cosines, abs=1e-5)
+        assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] > 0
+    reply = ask(service, path, **{one: QUERY, other: DOCUMENTS[0]})
+    assert reply["data"][0]["score"] == pytest.approx(cosines[0], abs=1e-5)
 
 
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.embeddings.create(model="nobody", input="a")
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_sorted_by_their_scores(service, cosines, path):
+    order = sorted(range(len(DOCUMENTS)), key=lambda index: -cosines[index])
+    for most in (0, 2, 9):
+        reply = ask(service, path, query=QUERY, documents=DOCUMENTS, top_n=most)
+        results = reply["results"]
+        assert [one["index"] for one in results] == order[: most or None]
+        assert [one["document"]["text"] for one in results] == [DOCUMENTS[i] for i in order][
+            : most or None
+        ]
+        found = [one["relevance_score"] for one in results]
+        assert found == pytest.approx([cosines[i] for i in order[: most or None]], abs=1e-5)
+    adapted = ask(service, path, query=QUERY, documents=DOCUMENTS, model="lora-0")["results"]
+    assert adapted != ask(service, path, query=QUERY, documents=DOCUMENTS)["results"]
+
+
+def test_the_load_is_what_runs_and_waits(service):
+    assert serving.ask(service, "GET", "/load").json() == {"server_load": 0}
+
+
+SPELLED = ["Hello, how are you?", "", "Ein schöner Tag 😀\n", "<|im_start|>user"]
+CHAT = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a dog"}]
+
+
+def call(service, path, body=None):
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    headers = {**serving.HEADERS, "content-type": "application/json"}
+    reply = serving.ask(service, method, path, headers, content=content)
+    return reply.status_code, reply.json()
+
+
+@pytest.mark.parametrize("text", SPELLED)
+@pytest.mark.parametrize("special", [True, False])
+def test_texts_become_tokens_and_texts_again(service, tokenizer, text, special):
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    body = {"prompt": text, "add_special_tokens": special, "return_token_strs": True}
+    status, found = call(service, "/tokenize", body)
+    assert (status, found["tokens"], found["count"]) == (200, ids, len(ids))
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert found["max_model_len"] == service.max_model_len
+    assert call(service, "/detokenize", {"tokens": ids}) == (200, {"prompt": tokenizer.decode(ids)})
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_chats_become_tokens(service, tokenizer, prompted):
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompted)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    body = {"messages": CHAT, "add_generation_prompt": prompted, "model": "lora-0"}
+    status, found = call(service, "/tokenize", body)
+    assert (status, found["tokens"], found["token_strs"]) == (200, ids, None)
+
+
+def test_a_message_is_continued(service, tokenizer):
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    status, found = call(service, "/tokenize", {"messages": CHAT, "continue_final_message": True})
+    assert (status, found["tokens"]) == (200, ids)
+
+
+def test_documents_are_a_variable_of_the_template(tmp_path):
+    template = tmp_path / "documents.jinja"
+    template.write_text(
+        "{% for one in documents or [] %}{{ one.text }}\n{% endfor %}{{ messages[0].content }}"
+    )
+    with serving.service_of(chat_template=template) as service:
+        body = {"messages": CHAT[:1], "documents": [{"title": "t", "text": "a fox"}]}
+        _, found = call(service, "/tokenize", body)
+        _, text = call(service, "/detokenize", {"tokens": found["tokens"]})
+        assert text == {"prompt": "a fox\nwhat is it?"}
+
+
+def test_the_configuration_is_the_tokenizers(service, tokenizer):
+    status, found = call(service, "/tokenizer_info")
+    assert status == 200
+    assert found["chat_template"] == tokenizer.chat_template
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert found[name] == getattr(tokenizer, name)

@@ -5,7 +5,7 @@ What would change the answer, and is not supported, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from openai.types import embedding_create_params as embedding
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as response
 
-from pcg.serve.http.service import Service
 from tests.support import serving
 
 USER = [{"role": "user", "content": "a"}]
@@ -49,7 +48,7 @@ class Route:
     refused: Mapping[str, Any] = field(default_factory=dict)
 
 
-def names(params: Any, of_vllm: str) -> frozenset[str]:
+def names(params, of_vllm):
     return frozenset(params.__annotations__) | frozenset(of_vllm.split())
 
 
@@ -141,13 +140,7 @@ ROUTES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    with serving.service_of() as service:
-        yield service
-
-
-def answer(service: Service, route: Route, fields: Mapping[str, Any]) -> Any:
+def answer(service, route, fields):
     """The part of a reply that the fields could change."""
     reply = serving.post(service, route.path, {**route.body, **fields})
     assert reply.status_code == 200, reply.text
@@ -158,14 +151,14 @@ def answer(service: Service, route: Route, fields: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[4:])
-def test_null_and_values_that_change_nothing_are_taken(service: Service, route: Route) -> None:
+def test_null_and_values_that_change_nothing_are_taken(service, route):
     expected = answer(service, route, {"model": serving.MODEL})
     assert answer(service, route, dict.fromkeys(route.known - route.body.keys())) == expected
     assert answer(service, route, route.same) == expected
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[4:])
-def test_values_that_would_change_the_answer_are_refused(service: Service, route: Route) -> None:
+def test_values_that_would_change_the_answer_are_refused(service, route):
     for name, value in route.refused.items():
         reply = serving.post(service, route.path, {**route.body, name: value})
         assert reply.status_code == 400, (name, value)

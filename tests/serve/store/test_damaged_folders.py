@@ -3,13 +3,10 @@
 Long because each file of a folder with files, uploads, jobs and Tinker's models is damaged in turn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import openai
@@ -25,7 +22,7 @@ from pcg.serve.jobs.folders import JobFolder
 from pcg.serve.jobs.runner import JobRunner
 from pcg.serve.store.check import check_folder
 from pcg.serve.store.contents import named_paths
-from pcg.serve.store.store import Store, open_store
+from pcg.serve.store.store import open_store
 from pcg.serve.store.tables import held_data
 from tests.support import tinker_client
 from tests.support.damage import damage, damages
@@ -39,7 +36,7 @@ OWN = re.compile(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A folder that a server filled: files, a job that is over, a paused one, a Tinker model."""
     folder = tmp_path_factory.mktemp("made") / "data"
     with (
@@ -69,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def content_of(store: Store, path: str, what: str) -> str:
+def content_of(store, path, what):
     """What a named path holds, as its readers see it."""
     place = store.folder / path
     if path.startswith("files/"):
@@ -86,7 +83,7 @@ def content_of(store: Store, path: str, what: str) -> str:
     return digest_of(read_adapter(place, "a"))
 
 
-def outcomes(folder: Path) -> dict[str, str]:
+def outcomes(folder):
     """What each path that a row names holds, or the error of who reads it; or that of the start."""
     found = {}
     try:
@@ -102,33 +99,31 @@ def outcomes(folder: Path) -> dict[str, str]:
     return found
 
 
-def held(folder: Path) -> Counter[str]:
+def held(folder):
     """The contents in a folder that are somebody's, wherever they are."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return Counter(sha256_of(p) for p in files if not OWN.fullmatch(str(p.relative_to(folder))))
 
 
-def files_of(folder: Path) -> list[str]:
+def files_of(folder):
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
 
 
 @pytest.fixture(scope="module")
-def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+def expected(made, tmp_path_factory):
     found = outcomes(shutil.copytree(made, tmp_path_factory.mktemp("whole") / "data"))
     assert len(found) >= 9
     assert not any(text.startswith("error") for text in found.values())
     return found
 
 
-def check_damaged(
-    made: Path, expected: Mapping[str, str], folder: Path, one: tuple[str, str, int]
-) -> None:
+def check_damaged(made, expected, folder, one):
     """Damage a file of a copy: nothing else is lost, nothing is wrong, and repair opens it."""
     shutil.copytree(made, folder)
     file, how, place = one
     before = held(folder) - Counter({sha256_of(folder / file): 1})
     damage(folder / file, how, place)
-    said: list[str] = []
+    said = []
     wrong = check_folder(folder, said.append, repairs=False)
     found = outcomes(folder)
     assert not before - held(folder), one
@@ -151,9 +146,7 @@ def check_damaged(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 5))]
 )
-def test_no_damage_is_silent_or_spreads(
-    made: Path, expected: Mapping[str, str], tmp_path: Path, seed: int
-) -> None:
+def test_no_damage_is_silent_or_spreads(made, expected, tmp_path, seed):
     files = [file for file in files_of(made) if not re.search("/record/|tinker_runs/", file)]
     for number, one in enumerate(damages(made, files, seed)):
         if seed or number % 5 == 0:
@@ -162,23 +155,21 @@ def test_no_damage_is_silent_or_spreads(
 
 
 @pytest.mark.parametrize("leaves_folder", [True, False])
-def test_an_adapter_without_its_files_and_their_checksums(
-    made: Path, tmp_path: Path, leaves_folder: bool
-) -> None:
+def test_an_adapter_without_its_files_and_their_checksums(made, tmp_path, leaves_folder):
     """Absence of SHA256SUMS is no pass for a folder that lacks what it is for."""
     folder = shutil.copytree(made, tmp_path / "data")
     (model,) = folder.glob("jobs/*/model")
     shutil.rmtree(model)
     if leaves_folder:
         model.mkdir()
-    said: list[str] = []
+    said = []
     assert check_folder(folder, said.append, repairs=False) == 1
     assert re.fullmatch(r"model ft:\S+: .*/model(/adapter_config.json)? is missing", said[0])
     check_folder(folder, said.append, repairs=True)
     assert check_folder(folder, said.append, repairs=False) == 0
 
 
-def test_a_server_tells_of_damage_and_others_go_on(made: Path, tmp_path: Path) -> None:
+def test_a_server_tells_of_damage_and_others_go_on(made, tmp_path):
     folder = shutil.copytree(made, tmp_path / "data")
     kept = {path.read_bytes(): path for path in folder.glob("files/*/*")}
     flipped, gone = (kept[f"content {number}\n".encode() * 40] for number in range(2))

@@ -1,10 +1,7 @@
 """What is in a data folder belongs together: absence refuses a start, and removes nothing."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,22 +14,22 @@ from tests.support.command_line import assert_one_error, output_of, run
 from tests.support.store_writer import put, writer, written
 
 
-def fill(folder: Path, *names: str) -> list[str]:
+def fill(folder, *names):
     """Keep a content under each name; returns the digests."""
     with open_store(folder) as store:
         return [put(store, name, written(store, name.encode())).result() for name in names]
 
 
-def contents(folder: Path) -> set[str]:
+def contents(folder):
     """The contents of a folder, wherever they are."""
     return {path.name for path in folder.rglob("*") if len(path.name) == 64}
 
 
-def empty(path: Path) -> None:
+def empty(path):
     path.write_bytes(b"")
 
 
-def without_tables(path: Path) -> None:
+def without_tables(path):
     path.unlink()
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 1")
@@ -42,9 +39,7 @@ def without_tables(path: Path) -> None:
 @pytest.mark.parametrize("how", [Path.unlink, empty, without_tables])
 @pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("has_identity", [True, False])
-def test_contents_without_a_database(
-    tmp_path: Path, how: Callable[[Path], None], has_sums: bool, has_identity: bool
-) -> None:
+def test_contents_without_a_database(tmp_path, how, has_sums, has_identity):
     digests = set(fill(tmp_path, "a", "b"))
     how(tmp_path / DATABASE)
     if not has_sums:
@@ -63,7 +58,7 @@ def test_contents_without_a_database(
     assert contents(tmp_path / QUARANTINE) == digests
 
 
-def test_a_database_without_its_contents(tmp_path: Path) -> None:
+def test_a_database_without_its_contents(tmp_path):
     digests = fill(tmp_path, "a", "b")
     shutil.move(tmp_path / "files", tmp_path.with_name("elsewhere"))
     with pytest.raises(ServeError, match=r"names paths in files/, and all of them are missing; re"):
@@ -73,16 +68,14 @@ def test_a_database_without_its_contents(tmp_path: Path) -> None:
     assert digests[0] in contents(tmp_path)
 
 
-def test_a_part_of_the_contents_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_part_of_the_contents_is_missing(tmp_path, caplog):
     digests = fill(tmp_path, "a", "b")
     (tmp_path / "files" / digests[0][:2] / digests[0]).unlink()
     fill(tmp_path, "c")
     assert "1 paths that pcg.sqlite names are missing; `pcg data check" in caplog.text
 
 
-def test_another_folders_database_or_identity(tmp_path: Path) -> None:
+def test_another_folders_database_or_identity(tmp_path):
     digests = set(fill(tmp_path / "one", "a")) | set(fill(tmp_path / "other", "b"))
     for name in (DATABASE, SUMS):
         shutil.copy(tmp_path / "other" / name, tmp_path / "one" / name)
@@ -97,7 +90,7 @@ def test_another_folders_database_or_identity(tmp_path: Path) -> None:
         open_store(tmp_path / "other").__enter__()
 
 
-def test_what_no_row_names_moves_to_quarantine_and_comes_back(tmp_path: Path) -> None:
+def test_what_no_row_names_moves_to_quarantine_and_comes_back(tmp_path):
     """A database from a copy that is older than the contents."""
     digests = fill(tmp_path, "a")
     shutil.copytree(tmp_path, tmp_path.with_name("copy"))
@@ -118,7 +111,7 @@ def test_what_no_row_names_moves_to_quarantine_and_comes_back(tmp_path: Path) ->
     assert "is whole" in output_of("data", "check", tmp_path)
 
 
-def test_a_crash_before_a_deletion_ended_deletes_and_keeps_nothing_else(tmp_path: Path) -> None:
+def test_a_crash_before_a_deletion_ended_deletes_and_keeps_nothing_else(tmp_path):
     digests = fill(tmp_path, "a", "b")
     with open_store(tmp_path) as store:
         delete = "DELETE FROM files WHERE id = 'a'"
@@ -130,9 +123,8 @@ def test_a_crash_before_a_deletion_ended_deletes_and_keeps_nothing_else(tmp_path
         assert not rows.result()  # what they told of is gone
 
 
-def test_the_log_of_a_killed_server_is_gone(tmp_path: Path) -> None:
+def test_the_log_of_a_killed_server_is_gone(tmp_path):
     with writer(tmp_path) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.kill()
     log = tmp_path / f"{DATABASE}-wal"
@@ -144,7 +136,7 @@ def test_the_log_of_a_killed_server_is_gone(tmp_path: Path) -> None:
     fill(tmp_path)  # the check has closed the database in order
 
 
-def test_a_flipped_bit_of_the_database(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_database(tmp_path):
     """In a text, which SQLite does not notice."""
     fill(tmp_path, "a-name-of-a-file")
     path = tmp_path / DATABASE
@@ -153,7 +145,7 @@ def test_a_flipped_bit_of_the_database(tmp_path: Path) -> None:
         open_store(tmp_path).__enter__()
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_folders_that_are_none(tmp_path):
     assert_one_error(run("data", "check", tmp_path / "none"), "is not a folder; give a server")
     assert_one_error(run("data", "check", tmp_path), "has no pcg.sqlite; give the folder of")
     assert not list(tmp_path.iterdir())
@@ -161,15 +153,14 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         assert_one_error(run("data", "check", tmp_path / "used"), "another server, process")
 
 
-def killed(folder: Path) -> None:
+def killed(folder):
     """Have a server keep contents, and kill it before its log is in the database."""
     with writer(folder) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.kill()
 
 
-def older(path: Path) -> None:
+def older(path):
     """Put a database back from a copy, which was made before it had tables."""
     copy = path.with_name("copy")
     copy.touch()
@@ -177,15 +168,13 @@ def older(path: Path) -> None:
     copy.replace(path)
 
 
-def garbage(path: Path) -> None:
+def garbage(path):
     path.write_bytes(b"\x01" * 2**16)
 
 
 @pytest.mark.parametrize("how", [Path.unlink, empty, older, garbage])
 @pytest.mark.parametrize("has_index", [True, False])
-def test_the_log_of_a_killed_server_outlasts_its_database(
-    tmp_path: Path, how: Callable[[Path], None], has_index: bool
-) -> None:
+def test_the_log_of_a_killed_server_outlasts_its_database(tmp_path, how, has_index):
     """Neither a start nor the check or its repair writes a log to a database that is not its own.
 
     SQLite removes the log of an empty database, and writes that of another one to it.
@@ -206,7 +195,7 @@ def test_the_log_of_a_killed_server_outlasts_its_database(
         assert not list(tmp_path.glob("files/*/*"))
 
 
-def test_the_log_of_a_later_use_beside_a_copy_from_before(tmp_path: Path) -> None:
+def test_the_log_of_a_later_use_beside_a_copy_from_before(tmp_path):
     """The database is whole with it, too: pages of the copy, and pages of the log."""
     digests = fill(tmp_path, "a", "b")
     copy = (tmp_path / DATABASE).read_bytes()
@@ -228,17 +217,17 @@ def test_the_log_of_a_later_use_beside_a_copy_from_before(tmp_path: Path) -> Non
         assert [name for (name,) in names.result()] == ["a", "b"]
 
 
-def into_folder(path: Path) -> None:
+def into_folder(path):
     path.unlink()
     path.mkdir()
 
 
-def into_file(path: Path) -> None:
+def into_file(path):
     shutil.rmtree(path, ignore_errors=True)
     path.write_text("a file")
 
 
-def into_link(path: Path) -> None:
+def into_link(path):
     path.unlink()
     path.symlink_to("nowhere")
 
@@ -256,9 +245,7 @@ def into_link(path: Path) -> None:
         ("files/*/*", into_link),
     ],
 )
-def test_files_and_folders_in_the_place_of_the_other(
-    tmp_path: Path, name: str, become: Callable[[Path], None]
-) -> None:
+def test_files_and_folders_in_the_place_of_the_other(tmp_path, name, become):
     """The check tells of each, and its repair has the next start work."""
     fill(tmp_path, "a", "b")
     become(next(iter(tmp_path.glob(name)), tmp_path / name))

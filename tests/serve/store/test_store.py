@@ -1,30 +1,26 @@
 """A store keeps what it acknowledged: over kills, a full disk, two servers and newer schemas."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
 import sqlite3
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from pcg.errors import ServeError, StoreFullError
 from pcg.files import SUMS
 from pcg.serve.store.database import MIGRATIONS, RESERVE, connect
-from pcg.serve.store.store import DATABASE, Store, open_store
+from pcg.serve.store.store import DATABASE, open_store
 from tests.support.small_disk import fill_up, small_disk
 from tests.support.store_writer import put, writer, written
 
 
-def kept(folder: Path) -> Mapping[str, str]:
+def kept(folder):
     """The digests of all contents by name; each is what it should be, and nothing else is there."""
     with open_store(folder) as store:
 
-        def rows(connection: sqlite3.Connection) -> dict[str, str]:
+        def rows(connection):
             (state,) = connection.execute("PRAGMA integrity_check").fetchone()
             assert state == "ok"
             found = connection.execute("SELECT id, digest FROM files").fetchall()
@@ -41,11 +37,10 @@ def kept(folder: Path) -> Mapping[str, str]:
         return names
 
 
-def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
+def test_what_was_acknowledged_survives_kills(tmp_path):
     instants, acknowledged = random.Random(0), dict[str, str]()
     for _ in range(8):
         with writer(tmp_path) as process:
-            assert process.stdout is not None
             for _ in range(instants.randrange(1, 40)):
                 name, digest = process.stdout.readline().split()
                 acknowledged[name] = digest
@@ -58,7 +53,7 @@ def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
         assert {name: found.get(name) for name in acknowledged} == acknowledged
 
 
-def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path):
     with open_store(tmp_path) as store:
         before = put(store, "before", written(store, b"x" * 100)).result()
     process = writer(tmp_path, most_mib=1)  # the log of the database outgrows that
@@ -73,7 +68,7 @@ def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path: Path) -> Non
         put(store, "after", written(store, b"y")).result()
 
 
-def test_a_content_that_finds_no_room(tmp_path: Path) -> None:
+def test_a_content_that_finds_no_room(tmp_path):
     with open_store(tmp_path) as store:
         incoming = store.contents.begin()
         incoming._file.close()
@@ -84,7 +79,7 @@ def test_a_content_that_finds_no_room(tmp_path: Path) -> None:
         assert not list((tmp_path / "incoming").iterdir())
 
 
-def test_a_write_that_fails_undoes_its_own_alone(tmp_path: Path) -> None:
+def test_a_write_that_fails_undoes_its_own_alone(tmp_path):
     with open_store(tmp_path) as store:
         put(store, "one", written(store, b"1")).result()
         futures = [put(store, name, written(store, name.encode())) for name in ("two", "one")]
@@ -95,8 +90,8 @@ def test_a_write_that_fails_undoes_its_own_alone(tmp_path: Path) -> None:
     assert set(kept(tmp_path)) == {"one", "two", "three"}
 
 
-def test_equal_contents_are_kept_once_and_as_long_as_one_is_named(tmp_path: Path) -> None:
-    def remove(connection: sqlite3.Connection, name: str) -> None:
+def test_equal_contents_are_kept_once_and_as_long_as_one_is_named(tmp_path):
+    def remove(connection, name):
         connection.execute("DELETE FROM files WHERE id = ?", (name,))
 
     with open_store(tmp_path) as store:
@@ -109,9 +104,8 @@ def test_equal_contents_are_kept_once_and_as_long_as_one_is_named(tmp_path: Path
             assert path.exists() is is_there
 
 
-def test_a_second_server_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_second_server_is_refused_by_name(tmp_path):
     with writer(tmp_path) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         try:
             with pytest.raises(ServeError, match=f"another server, process {process.pid}, "):
@@ -121,7 +115,7 @@ def test_a_second_server_is_refused_by_name(tmp_path: Path) -> None:
     kept(tmp_path)  # the folder is free once its server is gone, however that came
 
 
-def test_folders_that_cannot_be(tmp_path: Path) -> None:
+def test_folders_that_cannot_be(tmp_path):
     newer = tmp_path / "newer"
     with open_store(newer):
         pass
@@ -141,7 +135,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
         open_store(tmp_path / "file" / "below").__enter__()
 
 
-def test_an_older_schema_becomes_the_newest(tmp_path: Path) -> None:
+def test_an_older_schema_becomes_the_newest(tmp_path):
     """Its folder has no identity yet, and no checksums."""
     digest = hashlib.sha256(b"old").hexdigest()
     connection = connect(tmp_path / DATABASE)
@@ -160,17 +154,17 @@ def test_an_older_schema_becomes_the_newest(tmp_path: Path) -> None:
     connection.close()
 
 
-def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
+def test_commits_wait_for_the_disk(tmp_path):
     with open_store(tmp_path) as store:
         connection = store.database._writing
         assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
 
 
-def remove(store: Store, name: str) -> None:
+def remove(store, name):
     """Delete a content as a client does."""
 
-    def act(connection: sqlite3.Connection) -> str:
+    def act(connection):
         (digest,) = connection.execute("DELETE FROM files WHERE id = ? RETURNING digest", (name,))
         return str(digest[0])
 
@@ -179,7 +173,7 @@ def remove(store: Store, name: str) -> None:
     store.database.write(unnamed, may_use_reserve=True).result()
 
 
-def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
+def test_a_full_disk_can_be_emptied(tmp_path):
     with small_disk(tmp_path / "disk", 8 * 1024) as disk:
         folder = disk / "data"
         with open_store(folder) as store:
@@ -214,13 +208,13 @@ def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
         assert set(kept(folder)) == {"6", "7", "after"}
 
 
-def digest_at(store: Store) -> str:
+def digest_at(store):
     """The digest of a content that is kept."""
     row = store.database.read(lambda one: one.execute("SELECT digest FROM files").fetchone())
     return str(row.result()[0])
 
 
-def test_a_disk_that_is_full_and_without_a_reserve(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_and_without_a_reserve(tmp_path):
     with small_disk(tmp_path / "disk", 8 * 1024) as disk:
         folder = disk / "data"
         with open_store(folder) as store:

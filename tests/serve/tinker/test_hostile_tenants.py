@@ -1,26 +1,18 @@
 """Tenants that mean harm: to others, to what was promised, or to the room that they have."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import httpx2
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 from pcg.keys import digest_of, open_keys
 from pcg.serve.http.caller import Authentication, Caller
-from pcg.serve.tinker.records import ModelRecord, find_checkpoint
-from pcg.serve.tinker.streams import ModelStream
+from pcg.serve.tinker.records import find_checkpoint
 from pcg.serve.tinker.tinker import LINKS, MOST_LINKS, Links, Tinker
-from tests.support import serving, tinker_client
-from tests.support.tinker_client import result
+from tests.support import tinker_client
+from tests.support.tinker_client import model_of, new_session, result
 from tests.support.waiting import until
 
 OTHER = "tml-of-another-tenant"
@@ -29,7 +21,7 @@ END = {"reason": {"type": "success"}}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def served(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     row = {"name": "b", "sha256": digest_of(OTHER).hex(), "scopes": ["train"], "tenant": "b"}
     keys.write_text(json.dumps([row]))
@@ -38,39 +30,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]
 
 
 @pytest.fixture
-def raw(served: serving.Served) -> Iterator[httpx2.Client]:
+def raw(served):
     with tinker_client.raw(served.url) as client:
         yield client
 
 
 @pytest.fixture
-def other(served: serving.Served) -> Iterator[httpx2.Client]:
+def other(served):
     with tinker_client.raw(served.url) as client:
         client.headers["x-api-key"] = OTHER
         yield client
 
 
-def post(client: httpx2.Client, path: str, body: Any) -> httpx2.Response:
+def post(client, path, body):
     """The reply to a body; Python's JSON writes any text and number."""
     return client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-def session(client: httpx2.Client) -> str:
-    return str(post(client, "create_session", {"tags": []}).json()["session_id"])
-
-
-def new_model(client: httpx2.Client, session: str) -> dict[str, Any]:
-    lora = {"rank": 2, "seed": 1}
-    body = {"session_id": session, "model_seq_id": 0, "base_model": tinker_client.MODEL}
-    found: dict[str, Any] = post(client, "create_model", {**body, "lora_config": lora}).json()
-    return found
-
-
-def model_of(client: httpx2.Client, session: str) -> str:
-    return str(result(client, new_model(client, session))["model_id"])
-
-
-def passed(model: str, seq: int) -> dict[str, Any]:
+def passed(model, seq):
     targets = {"data": [*TOKENS[1:], 1], "dtype": "int64"}
     datum = {
         "model_input": {"chunks": [{"tokens": TOKENS}]},
@@ -80,8 +57,8 @@ def passed(model: str, seq: int) -> dict[str, Any]:
     return {"model_id": model, "seq_id": seq, "forward_backward_input": given}
 
 
-def test_a_place_of_another_kind_of_request_is_refused(raw: httpx2.Client) -> None:
-    model = model_of(raw, session(raw))
+def test_a_place_of_another_kind_of_request_is_refused(raw):
+    model = model_of(raw)
     first = post(raw, "forward_backward", passed(model, 1)).json()
     step = {"model_id": model, "seq_id": 1, "adam_params": {}}
     assert post(raw, "forward_backward", passed(model, 1)).json() == first
@@ -92,18 +69,8 @@ def test_a_place_of_another_kind_of_request_is_refused(raw: httpx2.Client) -> No
     assert post(raw, "unload_model", {"model_id": model}).status_code == 200
 
 
-def test_a_place_is_taken_while_its_request_is_being_kept() -> None:
-    record = ModelRecord("s:train:0", "a", "s", 0, "tiny", "{}", None, 0, 0)
-    store = SimpleNamespace(folder=Path())
-    stream = ModelStream(record, None, store, None, None)  # type: ignore[arg-type]
-    before = stream.behind
-    with stream.coming(before), stream.coming(before + 1):
-        assert stream.behind == before + 2
-    assert stream.behind == before
-
-
-def test_what_comes_behind_a_refused_request_does_not_wait_for_it(raw: httpx2.Client) -> None:
-    model = model_of(raw, session(raw))
+def test_what_comes_behind_a_refused_request_does_not_wait_for_it(raw):
+    model = model_of(raw)
     last = post(raw, "forward_backward", passed(model, 6)).json()
     save = {"model_id": model, "path": "a", "ttl_seconds": 60}
     assert post(raw, "save_weights", {**save, "seq_id": 1}).status_code == 400
@@ -125,10 +92,8 @@ def test_what_comes_behind_a_refused_request_does_not_wait_for_it(raw: httpx2.Cl
     assert result(raw, post(raw, "save_weights", right).json())["path"].endswith("/weights/a")
 
 
-def test_others_cannot_have_places_skipped(
-    raw: httpx2.Client, other: httpx2.Client, served: serving.Served
-) -> None:
-    model = model_of(raw, session(raw))
+def test_others_cannot_have_places_skipped(raw, other, served):
+    model = model_of(raw)
     streams = served.service.part(Tinker).models._streams
     refused = {"model_id": model, "seq_id": 1, "adam_params": {"x": 1}}
     assert post(other, "optim_step", refused).status_code == 400
@@ -140,16 +105,14 @@ def test_others_cannot_have_places_skipped(
 
 
 @pytest.mark.parametrize("text", [{"\ud800": "a"}, {"a": ["\udfff"]}])
-def test_half_characters_are_refused_where_they_would_be_listed(
-    raw: httpx2.Client, text: dict[str, Any]
-) -> None:
+def test_half_characters_are_refused_where_they_would_be_listed(raw, text):
     reply = post(raw, "create_session", {"user_metadata": text})
     assert reply.status_code == 400
     assert "unpaired surrogate" in reply.json()["error"]["message"]
 
 
-def test_bad_numbers_and_kinds_are_refused_by_name(raw: httpx2.Client) -> None:
-    model = model_of(raw, session(raw))
+def test_bad_numbers_and_kinds_are_refused_by_name(raw):
+    model = model_of(raw)
     clip = {"model_id": model, "seq_id": 1, "adam_params": {"grad_clip_norm": -1}}
     reply = post(raw, "optim_step", clip)
     assert reply.status_code == 400
@@ -161,27 +124,20 @@ def test_bad_numbers_and_kinds_are_refused_by_name(raw: httpx2.Client) -> None:
     assert "encoded_text" in reply.json()["error"]["message"]
 
 
-def test_a_sampling_session_ends_with_the_right_to_its_checkpoint(
-    raw: httpx2.Client, other: httpx2.Client
-) -> None:
-    model = model_of(raw, session(raw))
+def test_a_sampling_session_ends_with_the_right_to_its_checkpoint(raw, other):
+    model = model_of(raw)
     save = {"model_id": model, "seq_id": 1, "path": "shared"}
     path = result(raw, post(raw, "save_weights_for_sampler", save).json())["path"]
     one = f"training_runs/{model}/checkpoints/sampler_weights/shared"
     assert raw.post(f"{one}/publish").status_code == 204
-    ask = {"session_id": session(other), "sampling_session_seq_id": 0, "model_path": path}
+    ask = {"session_id": new_session(other), "sampling_session_seq_id": 0, "model_path": path}
     sampler = post(other, "create_sampling_session", ask).json()["sampling_session_id"]
 
-    def sample(seq: int) -> httpx2.Response:
-        body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq,
-            "prompt": {"chunks": [{"tokens": TOKENS}]},
-            "sampling_params": {"max_tokens": 1},
-        }
+    def sample(seq):
+        body = tinker_client.sample(TOKENS, sampling_session_id=sampler, seq_id=seq)
         promise = post(other, "asample", body).json()
 
-        def reply() -> httpx2.Response:
+        def reply():
             return post(other, "retrieve_future", {"request_id": promise["request_id"]})
 
         until(lambda: b"try_again" not in reply().content)
@@ -193,15 +149,13 @@ def test_a_sampling_session_ends_with_the_right_to_its_checkpoint(
     assert (said["category"], "no checkpoint" in said["error"]) == ("user", True)
 
 
-def test_weights_of_sampling_sessions_count_among_what_a_tenant_keeps(
-    raw: httpx2.Client, served: serving.Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of(raw, session(raw))
+def test_weights_of_sampling_sessions_count_among_what_a_tenant_keeps(raw, served, monkeypatch):
+    model = model_of(raw)
     operations = served.service.part(Tinker).models._operations
 
-    def save(seq: int) -> dict[str, Any]:
+    def save(seq):
         body = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
-        found: dict[str, Any] = result(raw, post(raw, "save_weights_for_sampler", body).json())
+        found = result(raw, post(raw, "save_weights_for_sampler", body).json())
         return found
 
     assert save(1)["sampling_session_id"]
@@ -209,17 +163,15 @@ def test_weights_of_sampling_sessions_count_among_what_a_tenant_keeps(
     assert "delete some" in save(2)["error"]
 
 
-def test_weights_for_a_session_that_ends_meanwhile_are_not_kept(
-    raw: httpx2.Client, served: serving.Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    id = session(raw)
+def test_weights_for_a_session_that_ends_meanwhile_are_not_kept(raw, served, monkeypatch):
+    id = new_session(raw)
     model = model_of(raw, id)
     tinker = served.service.part(Tinker)
     operations = tinker.models._operations
     keep_state = operations.keep_state
     folders = []
 
-    async def keep_late(record: ModelRecord) -> str:
+    async def keep_late(record):
         folders.append(await keep_state(record))
         while tinker.sessions.is_open(record.session):
             await asyncio.sleep(0.01)
@@ -233,36 +185,16 @@ def test_weights_for_a_session_that_ends_meanwhile_are_not_kept(
     until(lambda: not tinker.models.folders.path(folders[0]).exists())
 
 
-def test_a_model_whose_session_ends_meanwhile_is_closed(
-    raw: httpx2.Client, served: serving.Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    id = session(raw)
-    tinker = served.service.part(Tinker)
-    promise = tinker.futures.promise
-
-    async def promise_late(*given: Any) -> Any:
-        found = await promise(*given)
-        await tinker.sessions.finish("default", id, "success")
-        return found
-
-    monkeypatch.setattr(tinker.futures, "promise", promise_late)
-    model = new_model(raw, id)["model_id"]
-    until(lambda: model not in tinker.models._streams)
-
-
-def test_a_name_that_expired_is_free_and_its_files_go(
-    raw: httpx2.Client, served: serving.Served
-) -> None:
-    model = model_of(raw, session(raw))
+def test_a_name_that_expired_is_free_and_its_files_go(raw, served):
+    model = model_of(raw)
     tinker = served.service.part(Tinker)
 
-    def save(seq: int) -> str:
+    def save(seq):
         body = {"model_id": model, "seq_id": seq, "path": "a", "ttl_seconds": 3600}
         path = result(raw, post(raw, "save_weights", body).json())["path"]
         found = tinker.store.database.read(
             lambda one: find_checkpoint(one, path, "default", 0)
         ).result()
-        assert found is not None
         return found.folder
 
     first = save(1)
@@ -274,21 +206,21 @@ def test_a_name_that_expired_is_free_and_its_files_go(
     until(lambda: not tinker.models.folders.path(first).exists())
 
 
-def test_links_of_a_tenant_end_no_others_and_count_as_its_own(tmp_path: Path) -> None:
+def test_links_of_a_tenant_end_no_others_and_count_as_its_own(tmp_path):
     links = Links(LINKS)
     first = links.make("a", tmp_path / "a")
     for _ in range(MOST_LINKS + 1):
         links.make("b", tmp_path / "b")
     assert links.owner(first) == "a"
     assert len(links._links) == MOST_LINKS + 1
-    seen: list[dict[str, Any]] = []
+    seen = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         seen.append(scope)
 
     keys, _ = open_keys(("key-for-tests",), None)
     guard = Authentication(app, keys, (), links.owner)
-    asyncio.run(guard({"type": "http", "path": first}, None, None))  # type: ignore[arg-type]
+    asyncio.run(guard({"type": "http", "path": first}, None, None))
     assert seen[0]["state"]["caller"] == Caller("links of a", "a", frozenset())
     links._links[first] = replace(links._links[first], until_s=0.0)
     assert links.owner(first) is None

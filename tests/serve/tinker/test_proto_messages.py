@@ -1,7 +1,5 @@
 """Messages of Tinker's protocol, read and written by the real client's own module."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +28,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 
-def body_of(data: list, **fields) -> bytes:
+def body_of(data, **fields):
     """Return what the client sends of some data."""
     config = fields.pop("config", None)
     given = ForwardBackwardInput(
@@ -42,7 +40,7 @@ def body_of(data: list, **fields) -> bytes:
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
-def datum(tokens: list[int], **inputs) -> types.Datum:
+def datum(tokens, **inputs):
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
@@ -52,7 +50,7 @@ def datum(tokens: list[int], **inputs) -> types.Datum:
         max_size=4,
     )
 )
-def test_a_body_of_the_client_is_read(rows: list) -> None:
+def test_a_body_of_the_client_is_read(rows):
     data = [
         datum(
             [token for token, _ in row],
@@ -72,7 +70,7 @@ def test_a_body_of_the_client_is_read(rows: list) -> None:
         assert one.inputs["advantages"].dtype == np.float32
 
 
-def test_sparse_targets_become_rows_and_columns() -> None:
+def test_sparse_targets_become_rows_and_columns():
     targets = torch.zeros(6, 4, dtype=torch.int64)
     weights = torch.zeros(6, 4)
     targets[1, 2], targets[4, 0], targets[4, 3] = 9, 5, 7
@@ -85,7 +83,7 @@ def test_sparse_targets_become_rows_and_columns() -> None:
     assert found["weights"].tolist() == weights.tolist()
 
 
-def test_options_of_a_loss_are_numbers_and_texts() -> None:
+def test_options_of_a_loss_are_numbers_and_texts():
     one = datum([1], target_tokens=np.array([2]))
     call = decode_forward_backward(body_of([one], config={"beta": 0.5, "loss_id": "abc"}))
     assert call.loss_fn_config == {"beta": 0.5, "loss_id": "abc"}
@@ -96,19 +94,19 @@ def test_options_of_a_loss_are_numbers_and_texts() -> None:
     assert call.forward_only
 
 
-def test_several_chunks_are_one_sequence() -> None:
+def test_several_chunks_are_one_sequence():
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
     one = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})
     assert decode_forward_backward(body_of([one])).data[0].tokens.tolist() == [1, 2, 3]
 
 
-def _hostile(**tensor) -> bytes:
+def _hostile(**tensor):
     message = wire.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().loss_fn_inputs["weights"].CopyFrom(wire.Tensor(**tensor))
     return message.SerializeToString()
 
 
-def _csr(values: list, starts: list, columns: list, shape: list) -> bytes:
+def _csr(values, starts, columns, shape):
     csr = wire.SparseCsr(
         values=np.array(values, np.float32).tobytes(),
         crow_indices=np.array(starts, np.int64).tobytes(),
@@ -146,12 +144,12 @@ def _csr(values: list, starts: list, columns: list, shape: list) -> bytes:
         (_csr([1.0, 2.0], [0, 2], [1], [1, 3]), "col_indices"),
     ],
 )
-def test_hostile_bodies_are_refused_by_name(body: bytes, said: str) -> None:
+def test_hostile_bodies_are_refused_by_name(body, said):
     with pytest.raises(DataError, match=said):
         decode_forward_backward(body)
 
 
-def test_sparse_tensors_of_a_call_share_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_tensors_of_a_call_share_their_bound(monkeypatch):
     monkeypatch.setattr(proto, "MOST_NUMBERS", 100)
     message = wire.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for _ in range(2):
@@ -160,7 +158,7 @@ def test_sparse_tensors_of_a_call_share_their_bound(monkeypatch: pytest.MonkeyPa
         decode_forward_backward(message.SerializeToString())
 
 
-def test_images_are_refused_by_name_and_provenance_is_not_read() -> None:
+def test_images_are_refused_by_name_and_provenance_is_not_read():
     image = types.ImageChunk(data=b"png", format="png", expected_tokens=4)
     one = types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs={})
     with pytest.raises(DataError, match="type image"):
@@ -174,7 +172,7 @@ def test_images_are_refused_by_name_and_provenance_is_not_read() -> None:
         decode_forward_backward(message.SerializeToString())
 
 
-def test_options_are_finite() -> None:
+def test_options_are_finite():
     message = wire.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     message.loss_fn_config["beta"] = float("nan")
     with pytest.raises(DataError, match="not finite"):
@@ -182,7 +180,7 @@ def test_options_are_finite() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_read_or_refused(body: bytes) -> None:
+def test_bytes_of_any_kind_are_read_or_refused(body):
     try:
         decode_forward_backward(body)
     except DataError:
@@ -190,7 +188,7 @@ def test_bytes_of_any_kind_are_read_or_refused(body: bytes) -> None:
     wire.ForwardBackwardRequest.FromString(body)  # what is read is such a message for the client
 
 
-def test_the_client_reads_results_of_different_widths() -> None:
+def test_the_client_reads_results_of_different_widths():
     outputs = [
         {"logprobs": np.array([-1.0, -2.5], np.float32), "ids": np.array([3, 4])},
         {"logprobs": np.array([-0.5], np.float32), "ids": np.array([5])},
@@ -208,12 +206,12 @@ def test_the_client_reads_results_of_different_widths() -> None:
         assert one["ids"].to_numpy().tolist() == expected["ids"].tolist()
 
 
-def test_the_client_reads_a_result_without_data() -> None:
+def test_the_client_reads_a_result_without_data():
     read = deserialize_forward_backward_output(encode_forward_backward([], {"loss:sum": 0.0}))
     assert (read.loss_fn_outputs, read.metrics) == ([], {"loss:sum": 0.0})
 
 
-def test_the_client_reads_samples() -> None:
+def test_the_client_reads_samples():
     top = (np.array([[4, 2], [7, 0]]), np.array([[-0.1, -3.0], [-0.2, -99999.0]]))
     targets = np.array([[-1.0, -2.0], [np.nan, -4.0]])
     read = deserialize_sample_response(
@@ -239,7 +237,7 @@ def test_the_client_reads_samples() -> None:
     )
 
 
-def test_our_messages_are_the_clients() -> None:
+def test_our_messages_are_the_clients():
     """Every field has the number, the name, and on the wire the type that the client knows."""
     alike = {"bytes": {9, 11, 12}, "varint": {3, 5, 8, 13, 14}, "double": {1}}
     of_type = {number: kind for kind, numbers in alike.items() for number in numbers}

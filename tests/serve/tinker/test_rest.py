@@ -1,13 +1,9 @@
 """Runs, checkpoints, sampling of them, sessions and downloads, by the real tinker client."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from tinker import types
 from pcg.keys import digest_of
 from pcg.serve.tinker import records
 from pcg.serve.tinker.tinker import Links
-from tests.support import serving, tinker_client
+from tests.support import tinker_client
 from tests.support.waiting import until
 
 OTHER = "tml-of-another-tenant"
@@ -26,7 +22,7 @@ TOKENS = [5, 8, 13, 21, 34, 7, 9]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def served(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     other = {
         "name": "other",
@@ -40,13 +36,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]
 
 
 @pytest.fixture(scope="module")
-def service(served: serving.Served) -> Iterator[tinker.ServiceClient]:
+def service(served):
     with tinker_client.client(served.url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+def trained(service):
     """A model after an update that changes much."""
     made = service.create_lora_training_client(
         base_model=tinker_client.MODEL, rank=4, seed=0, user_metadata={"a": "b"}
@@ -58,7 +54,7 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return made
 
 
-def datum(tokens: list[int]) -> types.Datum:
+def datum(tokens):
     weights = np.ones(len(tokens) - 1, np.float32)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -66,15 +62,13 @@ def datum(tokens: list[int]) -> types.Datum:
     )
 
 
-def trained_logprobs(client: tinker.TrainingClient, tokens: list[int]) -> np.ndarray:
+def trained_logprobs(client, tokens):
     done = client.forward([datum(tokens)], "cross_entropy").result(60)
     return done.loss_fn_outputs[0]["logprobs"].to_numpy()
 
 
 @pytest.mark.parametrize("how", ["ephemeral", "named", "state"])
-def test_what_a_model_samples_has_the_logprobs_of_forward_backward(
-    service: tinker.ServiceClient, trained: tinker.TrainingClient, how: str
-) -> None:
+def test_what_a_model_samples_has_the_logprobs_of_forward_backward(service, trained, how):
     if how == "ephemeral":
         sampler = trained.save_weights_and_get_sampling_client().result(60)
     elif how == "named":
@@ -98,9 +92,7 @@ def test_what_a_model_samples_has_the_logprobs_of_forward_backward(
     assert max(abs(a - b) for a, b in zip(others[1:], expected, strict=True)) > 0.01
 
 
-def test_runs_and_checkpoints_are_listed_changed_and_deleted(
-    service: tinker.ServiceClient, trained: tinker.TrainingClient, served: serving.Served
-) -> None:
+def test_runs_and_checkpoints_are_listed_changed_and_deleted(service, trained, served):
     rest = tinker.RestClient(base_url=f"{served.url}/tinker", api_key=tinker_client.KEY)
     state = trained.save_state("kept", ttl_seconds=3600).result(60).path
     weights = trained.save_weights_for_sampler("weights").result(60).path
@@ -146,11 +138,8 @@ def test_runs_and_checkpoints_are_listed_changed_and_deleted(
 
 
 def test_external_weights_are_downloaded_without_a_key_by_their_links_alone(
-    service: tinker.ServiceClient,
-    trained: tinker.TrainingClient,
-    served: serving.Served,
-    tmp_path: Path,
-) -> None:
+    service, trained, served, tmp_path
+):
     path = trained.save_weights_external("for-others").result(60).path
     rest = tinker.RestClient(base_url=f"{served.url}/tinker", api_key=tinker_client.KEY)
     found = rest.get_external_weights_urls(path).result(60)
@@ -171,22 +160,16 @@ def test_external_weights_are_downloaded_without_a_key_by_their_links_alone(
         urllib.request.urlopen(url, timeout=60)
 
 
-def test_what_another_tenant_owns_is_not_there_unless_it_is_published(
-    trained: tinker.TrainingClient, served: serving.Served
-) -> None:
+def test_what_another_tenant_owns_is_not_there_unless_it_is_published(trained, served):
     path = trained.save_weights_for_sampler("shared").result(60).path
     run, kind, name = path.removeprefix("tinker://").split("/")
     session = run.partition(":")[0]
     one = f"training_runs/{run}/checkpoints/{kind}/{name}"
-    ask = {
-        "model_path": path,
-        "prompt": {"chunks": [{"tokens": TOKENS}]},
-        "sampling_params": {"max_tokens": 1},
-    }
+    ask = tinker_client.sample(TOKENS, model_path=path)
     with tinker_client.raw(served.url) as own, tinker_client.raw(served.url) as other:
         other.headers["x-api-key"] = OTHER
 
-        def sampled() -> bool:
+        def sampled():
             promise = other.post("asample", json=ask).json()
             reply = other.post("retrieve_future", json={"request_id": promise["request_id"]})
             mine = own.post("retrieve_future", json={"request_id": promise["request_id"]})
@@ -215,9 +198,7 @@ def test_what_another_tenant_owns_is_not_there_unless_it_is_published(
         assert not sampled()
 
 
-def test_sessions_are_listed_with_what_was_made_in_them(
-    service: tinker.ServiceClient, trained: tinker.TrainingClient, served: serving.Served
-) -> None:
+def test_sessions_are_listed_with_what_was_made_in_them(service, trained, served):
     rest = tinker.RestClient(base_url=f"{served.url}/tinker", api_key=tinker_client.KEY)
     session = service.holder.get_session_id()
     assert session in rest.list_sessions().result(60).sessions
@@ -228,9 +209,7 @@ def test_sessions_are_listed_with_what_was_made_in_them(
         rest.get_session("ses-none").result(60)
 
 
-def test_weights_of_a_session_go_with_it_and_only_the_latest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_a_session_go_with_it_and_only_the_latest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "MOST_EPHEMERAL", 2)
     with tinker_client.server(tmp_path) as served:
         folder = tmp_path / "tinker"
@@ -250,9 +229,7 @@ def test_weights_of_a_session_go_with_it_and_only_the_latest_are_kept(
         until(lambda: not list(folder.glob("*/adapter_config.json")))
 
 
-def test_a_copy_outlasts_what_it_was_copied_of(
-    service: tinker.ServiceClient, trained: tinker.TrainingClient, served: serving.Served
-) -> None:
+def test_a_copy_outlasts_what_it_was_copied_of(service, trained, served):
     rest = tinker.RestClient(base_url=f"{served.url}/tinker", api_key=tinker_client.KEY)
     source = trained.save_weights_for_sampler("copied").result(60).path
     copy = rest.copy_weights(source, "any-project", ttl_seconds=7200).result(60)

@@ -1,54 +1,45 @@
 """Samples for the real tinker client."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
-import tinker
 import torch
 from tinker import types
 
-from pcg.runtime.executor import Executor
 from tests.support import serving, tinker_client
 
 PROMPT = [5, 8, 13, 21, 34]
 
 
 @pytest.fixture(scope="module")
-def executor() -> Executor:
+def executor():
     return serving.make_executor()
 
 
 @pytest.fixture(scope="module")
-def url(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(executor, tmp_path_factory):
     with tinker_client.server(tmp_path_factory.mktemp("data"), lambda: executor) as served:
         yield served.url
 
 
 @pytest.fixture(scope="module")
-def sampler(url: str) -> Iterator[tinker.SamplingClient]:
+def sampler(url):
     with tinker_client.client(url) as client:
         yield client.create_sampling_client(base_model=tinker_client.MODEL).result(60)
 
 
-def model_input(tokens: list[int] = PROMPT) -> types.ModelInput:
+def model_input(tokens=PROMPT):
     return types.ModelInput.from_ints(tokens)
 
 
-def expected(executor: Executor, tokens: list[int]) -> torch.Tensor:
+def expected(executor, tokens):
     """The log-probabilities of every token behind each of some tokens, [N, V]."""
     return executor.logits([tokens])[0].float().log_softmax(-1)
 
 
-def test_greedy_samples_are_the_librarys(
-    sampler: tinker.SamplingClient, executor: Executor
-) -> None:
+def test_greedy_samples_are_the_librarys(sampler, executor):
     params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
     done = sampler.sample(model_input(), num_samples=2, sampling_params=params).result(60)
     (one,) = executor.generate([PROMPT], max_new_tokens=6, ignore_eos=True)
@@ -63,9 +54,7 @@ def test_greedy_samples_are_the_librarys(
         assert found == pytest.approx(float(at[token]), abs=1e-5)
 
 
-def test_logprobs_of_prompts_and_the_likeliest(
-    sampler: tinker.SamplingClient, executor: Executor
-) -> None:
+def test_logprobs_of_prompts_and_the_likeliest(sampler, executor):
     done = sampler.sample(
         model_input(),
         num_samples=1,
@@ -92,7 +81,7 @@ def test_logprobs_of_prompts_and_the_likeliest(
         assert [token for token, _ in found] == at.topk(2).indices.tolist()
 
 
-def test_compute_logprobs_and_the_last_ones(sampler: tinker.SamplingClient) -> None:
+def test_compute_logprobs_and_the_last_ones(sampler):
     whole = sampler.compute_logprobs(model_input()).result(60)
     assert len(whole) == len(PROMPT)
     done = sampler.sample(
@@ -105,14 +94,12 @@ def test_compute_logprobs_and_the_last_ones(sampler: tinker.SamplingClient) -> N
     assert done.prompt_logprobs == [None, None, None, *whole[-2:]]
 
 
-def test_stops_are_tokens_texts_the_end_or_none(
-    sampler: tinker.SamplingClient, executor: Executor
-) -> None:
-    greedy: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0}
+def test_stops_are_tokens_texts_the_end_or_none(sampler, executor):
+    greedy = {"max_tokens": 6, "temperature": 0.0}
     (free,) = executor.generate([PROMPT], max_new_tokens=6, ignore_eos=True)
     third = free.token_ids[2]
 
-    def sample(stop: Any) -> Any:
+    def sample(stop):
         params = types.SamplingParams(**greedy, stop=stop)
         return sampler.sample(model_input(), num_samples=1, sampling_params=params).result(60)
 
@@ -129,8 +116,8 @@ def test_stops_are_tokens_texts_the_end_or_none(
     assert one.tokens == list(ends.token_ids)
 
 
-def test_a_seed_gives_the_same_samples_and_others_without(sampler: tinker.SamplingClient) -> None:
-    def sample(seed: int | None) -> list[list[int]]:
+def test_a_seed_gives_the_same_samples_and_others_without(sampler):
+    def sample(seed):
         params = types.SamplingParams(max_tokens=8, seed=seed, temperature=1.0, stop=[])
         done = sampler.sample(model_input(), num_samples=2, sampling_params=params).result(60)
         return [one.tokens for one in done.sequences]
@@ -140,26 +127,16 @@ def test_a_seed_gives_the_same_samples_and_others_without(sampler: tinker.Sampli
     assert len({str(sample(None)) for _ in range(3)}) > 1
 
 
-def test_a_request_is_one_by_its_number_and_outlasts_its_client(url: str) -> None:
+def test_a_request_is_one_by_its_number_and_outlasts_its_client(url):
     with tinker_client.raw(url) as raw:
-        session = raw.post("create_session", json={"tags": [], "user_metadata": None}).json()
-        ask = {
-            "session_id": session["session_id"],
-            "sampling_session_seq_id": 4,
-            "base_model": tinker_client.MODEL,
-        }
+        place = {"session_id": tinker_client.new_session(raw), "sampling_session_seq_id": 4}
+        ask = {**place, "base_model": tinker_client.MODEL}
         made, again = (raw.post("create_sampling_session", json=ask).json() for _ in range(2))
         assert made == again
         id = made["sampling_session_id"]
         found = raw.get(f"samplers/{id}").json()
         assert found == {"sampler_id": id, "base_model": tinker_client.MODEL, "model_path": None}
-        body = {
-            "sampling_session_id": id,
-            "seq_id": 0,
-            "num_samples": 3,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-            "sampling_params": {"max_tokens": 2},
-        }
+        body = tinker_client.sample(PROMPT, sampling_session_id=id, seq_id=0, num_samples=3)
         first = raw.post("asample", json=body).json()
         assert len(first["sample_sequence_ids"]) == 3
         assert raw.post("asample", json={**body, "num_samples": 1}).json() == first
@@ -173,7 +150,7 @@ def test_a_request_is_one_by_its_number_and_outlasts_its_client(url: str) -> Non
         assert results[0].content == results[1].content
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
+BAD = {
     "an image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "image"),
     "no tokens": ({"prompt": {"chunks": []}}, "no tokens"),
     "texts among tokens": (
@@ -199,14 +176,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_requests_are_refused_by_name(url: str, case: str) -> None:
+def test_bad_requests_are_refused_by_name(url, case):
     given, said = BAD[case]
-    body = {
-        "base_model": tinker_client.MODEL,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 2},
-        **given,
-    }
+    body = {**tinker_client.sample(PROMPT), **given}
     with tinker_client.raw(url) as raw:
         reply = raw.post("asample", json=body)
         if reply.status_code == 200:
@@ -217,32 +189,21 @@ def test_bad_requests_are_refused_by_name(url: str, case: str) -> None:
         assert said in reply.text
 
 
-def test_what_a_crash_interrupted_is_sampled_once_the_server_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_what_a_crash_interrupted_is_sampled_once_the_server_is_back(tmp_path, monkeypatch):
     from pcg.serve.tinker.samplers import Samplers
 
     load = partial(serving.make_executor, adapters=0)
 
-    async def nothing(*_: object) -> None:
+    async def nothing(*_):
         return None
 
-    body = {
-        "base_model": tinker_client.MODEL,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 2, "temperature": 0.0},
-    }
+    body = tinker_client.sample(PROMPT)
     with monkeypatch.context() as broken:
         broken.setattr(Samplers, "_sample", nothing)
-        with (
-            tinker_client.server(tmp_path, load) as served,
-            tinker_client.raw(served.url) as raw,
-        ):
+        with tinker_client.server(tmp_path, load) as served, tinker_client.raw(served.url) as raw:
             promise = raw.post("asample", json=body).json()
-    with (
-        tinker_client.server(tmp_path, load) as served,
-        tinker_client.raw(served.url) as raw,
-    ):
+    with tinker_client.server(tmp_path, load) as served, tinker_client.raw(served.url) as raw:
         reply = raw.post("retrieve_future", json={"request_id": promise["request_id"]})
     assert reply.headers["content-type"] == "application/x-protobuf"
     from tinker.proto.response_conv import deserialize_sample_response
@@ -251,9 +212,7 @@ def test_what_a_crash_interrupted_is_sampled_once_the_server_is_back(
     assert math.isfinite(deserialize_sample_response(reply.content).sequences[0].logprobs[0])
 
 
-def test_tokens_beside_the_prompts_have_their_log_probabilities(
-    sampler: tinker.SamplingClient, executor: Executor
-) -> None:
+def test_tokens_beside_the_prompts_have_their_log_probabilities(sampler, executor):
     logprobs = expected(executor, PROMPT)[:-1]
     places, vocabulary = logprobs.shape
     wanted = torch.randint(0, vocabulary, (places, 3), generator=torch.Generator().manual_seed(1))
@@ -267,8 +226,6 @@ def test_tokens_beside_the_prompts_have_their_log_probabilities(
         target_prompt_logprobs=types.TensorData.from_torch(wanted),
         prompt_alt_tokens_k=400,
     ).result(60)
-    assert done.target_prompt_logprobs is not None
-    assert done.prompt_alt_tokens is not None
     found = done.target_prompt_logprobs.to_torch()
     true = logprobs.gather(1, wanted.clamp(min=0)).where(wanted >= 0, 0.0)
     torch.testing.assert_close(found, true, atol=2e-5, rtol=1e-5)
@@ -295,7 +252,6 @@ def test_tokens_beside_the_prompts_have_their_log_probabilities(
         model_input(), num_samples=1, sampling_params=params, target_prompt_logprobs=sparse
     ).result(60)
     told = again.target_prompt_logprobs
-    assert told is not None
     assert (told.sparse_crow_indices, told.sparse_col_indices) == (rows, columns)
     assert told.data == pytest.approx(found[[0, 0, 1], [0, 2, 1]].tolist(), abs=2e-5)
 
@@ -318,16 +274,9 @@ def test_tokens_beside_the_prompts_have_their_log_probabilities(
         ),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(
-    url: str, fields: dict[str, object], said: str
-) -> None:
+def test_targets_that_do_not_fit_are_refused(url, fields, said):
     targets = {"dtype": "int64", **fields}
-    body = {
-        "base_model": tinker_client.MODEL,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4, 5]}]},
-        "sampling_params": {"max_tokens": 1},
-        "target_prompt_logprobs": targets,
-    }
+    body = tinker_client.sample([1, 2, 3, 4, 5], target_prompt_logprobs=targets)
     with tinker_client.raw(url) as raw:
         reply = raw.post("asample", json=body)
     assert reply.status_code == 400

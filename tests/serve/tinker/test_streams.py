@@ -1,13 +1,8 @@
-"""The stream of a model by the bare protocol, in JSON: order, duplicates, gaps and restarts."""
-
-from __future__ import annotations
+"""The stream of a model by the bare protocol: order, duplicates, gaps, restarts and kills."""
 
 import asyncio
+import random
 import shutil
-import sqlite3
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -17,18 +12,19 @@ from pcg.serve.http.errors import ApiError
 from pcg.serve.tinker import streams
 from pcg.serve.tinker.tinker import Tinker
 from tests.support import serving, tinker_client, trainer_data
-from tests.support.tinker_client import result
+from tests.support.server_process import running
+from tests.support.tinker_client import model_of, new_model, new_session, result
 from tests.support.waiting import until
 
 ADAM = {"learning_rate": 1e-2, "eps": 1e-8}
 ROWS = trainer_data.sampled()
 
 
-def tensor(values: list[Any], dtype: str = "float32") -> dict[str, Any]:
+def tensor(values, dtype="float32"):
     return {"data": values, "dtype": dtype, "shape": [len(values)]}
 
 
-def passed(model: str, seq: int, field: str = "forward_backward_input") -> dict[str, Any]:
+def passed(model, seq, field="forward_backward_input"):
     """A body of forward_backward, as clients sent it before protobuf."""
     data = [
         {
@@ -43,51 +39,34 @@ def passed(model: str, seq: int, field: str = "forward_backward_input") -> dict[
     return {"model_id": model, "seq_id": seq, field: {"data": data, "loss_fn": "cross_entropy"}}
 
 
-def step(model: str, seq: int) -> dict[str, Any]:
+def step(model, seq):
     return {"model_id": model, "seq_id": seq, "adam_params": ADAM, "type": "optim_step"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
+def served(tmp_path_factory):
     with tinker_client.server(tmp_path_factory.mktemp("data"), tinker_client.load) as server:
         yield server
 
 
 @pytest.fixture
-def raw(served: serving.Served) -> Iterator[httpx2.Client]:
+def raw(served):
     with tinker_client.raw(served.url) as client:
         yield client
 
 
-def new_session(raw: httpx2.Client) -> str:
-    made = raw.post("create_session", json={"sdk_version": "0.24.0", "tags": []}).json()
-    return str(made["session_id"])
+def made(raw):
+    return model_of(raw, rank=4)
 
 
-def new_model(raw: httpx2.Client, session: str, seq: int = 0, rank: int = 4) -> Any:
-    body = {
-        "session_id": session,
-        "model_seq_id": seq,
-        "base_model": tinker_client.MODEL,
-        "lora_config": {"rank": rank, "seed": 1},
-    }
-    return raw.post("create_model", json=body)
-
-
-def made(raw: httpx2.Client) -> str:
-    promise = new_model(raw, new_session(raw)).json()
-    assert result(raw, promise)["model_id"] == promise["model_id"]
-    return str(promise["model_id"])
-
-
-def post(raw: httpx2.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def post(raw, path, body):
     reply = raw.post(path, json=body)
     assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
+    found = reply.json()
     return found
 
 
-def test_order_and_duplicates_change_nothing(raw: httpx2.Client) -> None:
+def test_order_and_duplicates_change_nothing(raw):
     model, other = made(raw), made(raw)
     asked = {}
     last = post(raw, "forward", passed(model, 4, "forward_input"))
@@ -114,7 +93,7 @@ def test_order_and_duplicates_change_nothing(raw: httpx2.Client) -> None:
     )  # no gradients
 
 
-def test_what_comes_behind_a_gap_fails(raw: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_behind_a_gap_fails(raw, monkeypatch):
     monkeypatch.setattr(streams, "GAP_S", 0.05)
     model = made(raw)
     late = post(raw, "optim_step", step(model, 3))
@@ -129,9 +108,7 @@ def test_what_comes_behind_a_gap_fails(raw: httpx2.Client, monkeypatch: pytest.M
     assert raw.post("optim_step", json=step(model, 100_000)).status_code == 400
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing(
-    raw: httpx2.Client, served: serving.Served
-) -> None:
+def test_what_cannot_be_is_refused_and_changes_nothing(raw, served):
     session = new_session(raw)
     first, second = new_model(raw, session).json(), new_model(raw, session).json()
     assert first == second
@@ -186,7 +163,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     until(lambda: raw.post("optim_step", json=step(model, 6)).status_code == 410)
     database = served.service.part(Tinker).store.database
 
-    def kept(connection: sqlite3.Connection) -> list[Any]:
+    def kept(connection):
         rows = connection.execute(
             "SELECT status, state, (SELECT COUNT(request) FROM tinker_futures WHERE stream = id) "
             "FROM tinker_models WHERE id = ?",
@@ -198,14 +175,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert post(raw, "retrieve_future", {"request_id": first["request_id"]})["model_id"] == model
 
 
-def test_what_ended_long_ago_is_forgotten(
-    served: serving.Served, raw: httpx2.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_long_ago_is_forgotten(served, raw, monkeypatch):
     tinker, loop = served.service.part(Tinker), served.server._loop
     assert loop is not None
 
-    def rows(session: str) -> dict[str, int]:
-        def read(connection: sqlite3.Connection) -> dict[str, int]:
+    def rows(session):
+        def read(connection):
             return {
                 name: connection.execute(
                     f"SELECT COUNT(*) FROM tinker_{name} "
@@ -217,7 +192,7 @@ def test_what_ended_long_ago_is_forgotten(
 
         return tinker.store.database.read(read).result()
 
-    def forget(keep_s: float) -> None:
+    def forget(keep_s):
         monkeypatch.setattr(tinker, "_keep_s", keep_s)
         asyncio.run_coroutine_threadsafe(tinker._forget(), loop).result(60)
 
@@ -250,10 +225,9 @@ def test_what_ended_long_ago_is_forgotten(
     assert rows(sessions[0]) == dict.fromkeys(whole, 0)
 
 
-@pytest.mark.parametrize("state_steps", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_a_crash_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_steps: int
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("state_steps", [1, 16])
+def test_a_crash_loses_nothing(tmp_path, monkeypatch, state_steps):
     """A copy of the data folder is what a killed server leaves."""
     monkeypatch.setattr(streams, "STATE_STEPS", state_steps)
     with (
@@ -281,3 +255,68 @@ def test_a_crash_loses_nothing(
         assert result(raw, post(raw, "optim_step", step(model, 4))) == stepped
         assert result(raw, held) == scored
         assert not (tmp_path / "second" / "tinker" / "left-by-a-crash").exists()
+
+
+UPDATES = 24
+
+
+def row_of(model, seq):
+    tokens = [(seq * 7 + i) % 50 + 1 for i in range(12)]
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [11]},
+            "weights": {"data": [1.0] * 11, "dtype": "float32", "shape": [11]},
+        },
+    }
+    asked = {"data": [datum], "loss_fn": "cross_entropy"}
+    return {"model_id": model, "seq_id": seq, "forward_backward_input": asked}
+
+
+def ask(raw, model, update):
+    """Ask for an update; returns its two promises."""
+    step = {"model_id": model, "seq_id": 2 * update + 2, "adam_params": {"learning_rate": 1e-2}}
+    asked = (("forward_backward", row_of(model, 2 * update + 1)), ("optim_step", step))
+    return [raw.post(path, json=body).raise_for_status().json() for path, body in asked]
+
+
+def client_of(server):
+    headers = {"x-api-key": serving.KEY}
+    return httpx2.Client(base_url=f"{server.url}/tinker/api/v1/", headers=headers, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on_where_it_was(tmp_path):
+    chance = random.Random(0)
+    own = ["--data-dir", str(tmp_path)]
+    promises = []
+    results = {}
+    model, is_over, kills = "", False, 0
+    while not is_over:
+        with running(*own) as server, client_of(server) as raw:
+            model = model or made(raw)
+            for promise in promises:  # all that was acknowledged is there, as it was
+                found = tinker_client.result(raw, promise)
+                assert results.setdefault(promise["request_id"], found) == found
+            until = min(UPDATES, len(promises) // 2 + chance.randint(5, 9))
+            for update in range(len(promises) // 2, until):
+                promises += ask(raw, model, update)
+                if chance.random() < 0.6:
+                    last = promises[-1]
+                    results[last["request_id"]] = tinker_client.result(raw, last)
+            is_over = len(promises) == 2 * UPDATES
+            if not is_over:
+                server.process.kill()
+                server.process.wait(60)
+                kills += 1
+                continue
+            there = [tinker_client.result(raw, one) for one in promises]
+            again = made(raw)
+            straight = [
+                tinker_client.result(raw, one)
+                for update in range(UPDATES)
+                for one in ask(raw, again, update)
+            ]
+    assert kills > 1
+    for ours, expected in zip(there, straight, strict=True):
+        assert ours["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)

@@ -1,19 +1,19 @@
-"""Prompts of chats, as transformers makes them, over templates of many kinds."""
+"""Prompts of chats, as transformers makes them, over many templates; schemas without notes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
+import jsonschema
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.serve.http.errors import ApiError
 from pcg.serve.openai.chat import Chat
 from pcg.serve.openai.messages import Message, Template
+from pcg.serve.openai.sampling import bare
 from pcg.serve.openai.tools import AskedTools, ChatSupport, Tool
 from tests.support import chat_templates, toy_tokenizers
 
@@ -58,20 +58,14 @@ class Prompts:
     theirs: PreTrainedTokenizerFast
     max_model_len: int | None = None
 
-    def ours(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: AskedTools | None = None,
-        **template: Any,
-    ) -> str:
+    def ours(self, messages, tools=None, **template):
         parsed = [Message.model_validate(message) for message in messages]
         chat = Chat(parsed, tools or AskedTools(), template=Template(**template))
         ids, _ = chat.prompt(self.support, self.max_model_len)
         tokenizer = self.support.tokenizer
-        assert tokenizer is not None
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    def expected(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+    def expected(self, messages, **template):
         options = {"add_generation_prompt": True, **template, "tokenize": False}
         text = self.theirs.apply_chat_template(list(messages), **options)
         assert isinstance(text, str)
@@ -79,11 +73,11 @@ class Prompts:
 
 
 @pytest.fixture(params=TEMPLATES)
-def prompts(request: pytest.FixtureRequest, tmp_path: Path) -> Prompts:
+def prompts(request, tmp_path):
     return prompts_of(TEMPLATES[request.param], tmp_path)
 
 
-def prompts_of(template: str, directory: Path) -> Prompts:
+def prompts_of(template, directory):
     toy_tokenizers.byte_level().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -91,19 +85,16 @@ def prompts_of(template: str, directory: Path) -> Prompts:
 
 
 @pytest.mark.parametrize("content", ["a dog", "a dog ", " a dog \n\n", "a  dog\t", "Ünï "])
-def test_a_message_is_continued(prompts: Prompts, content: str) -> None:
+def test_a_message_is_continued(prompts, content):
     begun = [USER, {"role": "assistant", "content": content}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     assert prompts.ours(begun, **options) == prompts.expected(begun, **options)
 
 
-def test_parts_are_lines_unless_the_template_reads_parts(prompts: Prompts) -> None:
+def test_parts_are_lines_unless_the_template_reads_parts(prompts):
     texts = ["first", "second"]
     parts = [{"type": "text", "text": text} for text in texts]
-    if prompts.support.reads_parts:
-        given: Any = parts
-    else:
-        given = "\n".join(texts)
+    given = parts if prompts.support.reads_parts else "\n".join(texts)
     for role in ("system", "user", "assistant"):
         sent = [USER, {"role": role, "content": parts}]
         assert prompts.ours(sent) == prompts.expected([USER, {"role": role, "content": given}])
@@ -113,7 +104,7 @@ def test_parts_are_lines_unless_the_template_reads_parts(prompts: Prompts) -> No
     assert prompts.ours(begun, **options) == prompts.expected(as_read, **options)
 
 
-def test_one_template_of_these_reads_parts(tmp_path: Path) -> None:
+def test_one_template_of_these_reads_parts(tmp_path):
     found = {
         name: prompts_of(text, tmp_path).support.reads_parts for name, text in TEMPLATES.items()
     }
@@ -121,9 +112,7 @@ def test_one_template_of_these_reads_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "It is"])
-def test_a_tools_result_is_read_whatever_the_content_is(
-    prompts: Prompts, content: str | None
-) -> None:
+def test_a_tools_result_is_read_whatever_the_content_is(prompts, content):
     called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
     result = {"role": "tool", "tool_call_id": CALL["id"], "content": "23 degrees"}
     text = prompts.ours([USER, called, result])
@@ -132,16 +121,14 @@ def test_a_tools_result_is_read_whatever_the_content_is(
     assert "Rome" in text or "function=" in text
     assert "None" not in text
     if prompts.support.writes_calls:
-        function = {**CALL["function"], "arguments": {"city": "Rome"}}  # type: ignore[dict-item]
+        function = {**CALL["function"], "arguments": {"city": "Rome"}}
         plain = {**called, "content": content or "", "tool_calls": [{**CALL, "function": function}]}
         assert text == prompts.expected([USER, plain, result])
 
 
 @pytest.mark.parametrize("choice", ["required", "none"])
 @pytest.mark.parametrize("before", [[], [{"role": "system", "content": "You help."}]])
-def test_a_model_that_has_to_call_a_tool_is_shown_it(
-    prompts: Prompts, choice: Any, before: list[dict[str, Any]]
-) -> None:
+def test_a_model_that_has_to_call_a_tool_is_shown_it(prompts, choice, before):
     asked = AskedTools([Tool.model_validate(TOOL)], choice, True)
     text = prompts.ours([*before, USER], asked)
     if choice == "required" or prompts.support.reads_tools:
@@ -155,7 +142,7 @@ def test_a_model_that_has_to_call_a_tool_is_shown_it(
             assert text.index("weather") < text.index("a dog")
 
 
-def test_results_of_several_calls_are_one_message_of_a_user(tmp_path: Path) -> None:
+def test_results_of_several_calls_are_one_message_of_a_user(tmp_path):
     calls = [CALL, {**CALL, "id": "b"}]
     called = {"role": "assistant", "content": "Hm.", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": one["id"], "content": "x"} for one in calls]
@@ -170,3 +157,63 @@ def test_results_of_several_calls_are_one_message_of_a_user(tmp_path: Path) -> N
             USER,
         ]
     )
+
+
+NOTED = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "Book",
+    "description": "A book.",
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "title": "Title", "default": "none"},
+        "description": {"$ref": "#/$defs/description"},
+        "kind": {"enum": [{"title": "a"}, "b"], "examples": ["b"]},
+        "notes": {"type": "array", "items": {"anyOf": [{"const": {"default": 1}, "title": "x"}]}},
+    },
+    "required": ["title", "kind"],
+    "$defs": {"description": {"type": "integer", "$comment": "of pages"}},
+}
+
+
+def test_notes_are_left_out():
+    assert bare(NOTED, "tools") == {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {
+            "title": {"type": "string"},
+            "description": {"$ref": "#/$defs/description"},
+            "kind": {"enum": [{"title": "a"}, "b"]},
+            "notes": {"type": "array", "items": {"anyOf": [{"const": {"default": 1}}]}},
+        },
+        "required": ["title", "kind"],
+        "$defs": {"description": {"type": "integer"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [
+        ({"title": "a", "kind": {"title": "a"}, "notes": [{"default": 1}]}, True),
+        ({"title": "a", "kind": {}}, False),
+        ({"title": 3, "kind": "b"}, False),
+        ({"title": "a", "kind": "b", "description": 7}, True),
+        ({"title": "a", "kind": "b", "description": "c"}, False),
+        ({"kind": "b"}, False),
+    ],
+)
+def test_it_allows_the_same(value, is_valid):
+    for schema in (NOTED, bare(NOTED, "tools")):
+        assert jsonschema.Draft202012Validator(schema).is_valid(value) == is_valid
+
+
+def test_what_is_no_schema_stays():
+    for schema in (True, 3, "a", None, [], {"properties": 5}, {"enum": 3}):
+        assert bare(schema, "tools") == schema
+
+
+def test_nesting_has_an_end():
+    deep = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    with pytest.raises(ApiError, match="nested too deeply"):
+        bare(deep, "tools")

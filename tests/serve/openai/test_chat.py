@@ -1,28 +1,28 @@
-"""Chat completions by OpenAI's own client, over loopback."""
+"""Chat completions by OpenAI's own client, and the operator's options of chats."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
+from pcg.errors import ConfigError
 from pcg.serve.openai.tools import ChatSupport
-from tests.support import chat_templates, serving, tiny_llama
+from tests.support import serving, tiny_llama, toy_tokenizers
 
-USER: list[Any] = [{"role": "user", "content": "what is it?"}]
+USER = [{"role": "user", "content": "what is it?"}]
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TOOLS: list[Any] = [
+TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     {"type": "function", "function": {"name": "stop", "description": "Stops."}},
 ]
@@ -33,32 +33,16 @@ class Animal(BaseModel):
     is_lazy: bool
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(chat_templates.HERMES)
-    model = tiny_llama.save(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-    load = partial(serving.make_executor, directory=model)
-    with serving.on_a_port(load, chat_template=template) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
-
-
-def client_of(server: serving.Served, key: str = serving.KEY) -> openai.OpenAI:
+def client_of(server, key=serving.KEY):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def spaces(server: serving.Served) -> dict[str, int]:
+def spaces(server):
     return serving.white_space(server.service)
 
 
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
+def ask(client, **fields):
     asked = {
         "model": serving.MODEL,
         "messages": USER,
@@ -69,7 +53,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**asked)
 
 
-def streamed(client: openai.OpenAI, **fields: Any) -> Any:
+def streamed(client, **fields):
     """The completion that the client puts together of a stream."""
     asked = {
         "model": serving.MODEL,
@@ -84,14 +68,13 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Any:
         return stream.get_final_completion()
 
 
-def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> None:
+def test_greedy_text_is_the_librarys(server, client):
     executor, tokenizer = server.service.client.executor, server.service.part(ChatSupport).tokenizer
-    assert tokenizer is not None
     messages = [{"role": "system", "content": "Be brief."}, *USER]
     prompt = tokenizer.encode_chat(messages)
     for model, adapter in ((serving.MODEL, None), ("lora-0", "lora-0")):
         (expected,) = executor.generate([prompt], adapter, max_new_tokens=24)
-        asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 24}
+        asked = {"model": model, "messages": messages, "max_tokens": 24}
         reply = ask(client, **asked)
         assert reply.choices[0].message.content == expected.text
         chunks = ask(client, stream=True, **asked)
@@ -105,19 +88,8 @@ def test_greedy_text_is_the_librarys(server: serving.Served, client: openai.Open
         assert usage.total_tokens == sum(counted)
 
 
-def test_parts_and_developers_say_the_same(client: openai.OpenAI) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": "it?"}]
-    lines = {"role": "user", "content": "what is\nit?"}
-    developer = {"role": "developer", "content": "Be brief."}
-    expected = ask(client, messages=[system, lines], max_completion_tokens=8, max_tokens=None)
-    found = ask(client, messages=[developer, {"role": "user", "content": parts}], max_tokens=8)
-    assert found.choices == expected.choices
-    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
-
-
-def test_choices_with_seeds_stops_and_penalties(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {
+def test_choices_with_seeds_stops_and_penalties(client):
+    fields = {
         "n": 3,
         "temperature": 1.0,
         "seed": 5,
@@ -141,11 +113,10 @@ def test_choices_with_seeds_stops_and_penalties(client: openai.OpenAI) -> None:
     assert alone.choices[0].message.content == texts[1]
 
 
-def test_logprobs_of_a_chat(server: serving.Served, client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6}
+def test_logprobs_of_a_chat(server, client):
+    fields = {"logprobs": True, "top_logprobs": 3, "max_tokens": 6}
     whole = ask(client, **fields).choices[0]
     tokenizer = server.service.part(ChatSupport).tokenizer
-    assert tokenizer is not None
     prompt = tokenizer.encode_chat(USER)
     (expected,) = server.service.client.executor.generate([prompt], max_new_tokens=6, logprobs=3)
     assert expected.logprobs is not None
@@ -160,7 +131,7 @@ def test_logprobs_of_a_chat(server: serving.Served, client: openai.OpenAI) -> No
     assert [one for part in parts if part for one in part.content] == found
 
 
-def test_usage_in_streams(client: openai.OpenAI) -> None:
+def test_usage_in_streams(client):
     chunks = list(ask(client, stream=True, max_tokens=3, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -171,9 +142,9 @@ def test_usage_in_streams(client: openai.OpenAI) -> None:
     assert [chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 2, 3, 3]
 
 
-def test_json_of_a_schema_is_parsed(client: openai.OpenAI, spaces: dict[str, int]) -> None:
+def test_json_of_a_schema_is_parsed(client, spaces):
     for seed in range(3):
-        fields: dict[str, Any] = {
+        fields = {
             "model": serving.MODEL,
             "messages": USER,
             "temperature": 1.0,
@@ -190,7 +161,7 @@ def test_json_of_a_schema_is_parsed(client: openai.OpenAI, spaces: dict[str, int
         assert final.choices[0].message.parsed == animal
 
 
-def test_json_objects(client: openai.OpenAI, spaces: dict[str, int]) -> None:
+def test_json_objects(client, spaces):
     reply = ask(
         client,
         response_format={"type": "json_object"},
@@ -206,9 +177,7 @@ def test_json_objects(client: openai.OpenAI, spaces: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_tools_are_called(
-    client: openai.OpenAI, spaces: dict[str, int], stream: bool
-) -> None:
+def test_forced_tools_are_called(client, spaces, stream):
     create = partial(streamed if stream else ask, logit_bias=spaces)
     named = {"type": "function", "function": {"name": "weather"}}
     reply = create(client, tools=TOOLS, tool_choice=named).choices[0]
@@ -229,7 +198,7 @@ def test_forced_tools_are_called(
     assert json.loads(reply.choices[0].message.tool_calls[0].function.arguments) == {}
 
 
-def test_a_stream_of_arguments(client: openai.OpenAI) -> None:
+def test_a_stream_of_arguments(client):
     named = {"type": "function", "function": {"name": "weather"}}
     chunks = [
         chunk.choices[0] for chunk in ask(client, tools=TOOLS, tool_choice=named, stream=True)
@@ -242,7 +211,7 @@ def test_a_stream_of_arguments(client: openai.OpenAI) -> None:
     assert len(calls) > 3
 
 
-def test_tools_of_pydantic_models_are_parsed(client: openai.OpenAI) -> None:
+def test_tools_of_pydantic_models_are_parsed(client):
     tool = openai.pydantic_function_tool(Animal)
     parsed = client.chat.completions.parse(
         model=serving.MODEL,
@@ -255,11 +224,11 @@ def test_tools_of_pydantic_models_are_parsed(client: openai.OpenAI) -> None:
     )
     (call,) = parsed.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Animal)
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
     ask(client, messages=[*USER, parsed.choices[0].message, result], max_tokens=2)
 
 
-def test_a_tools_result_goes_on(server: serving.Served, client: openai.OpenAI) -> None:
+def test_a_tools_result_goes_on(server, client):
     named = {"type": "function", "function": {"name": "weather"}}
     message = ask(client, tools=TOOLS, tool_choice=named).choices[0].message
     (call,) = message.tool_calls
@@ -267,7 +236,6 @@ def test_a_tools_result_goes_on(server: serving.Served, client: openai.OpenAI) -
     messages = [*USER, message.model_dump(), result]
     reply = ask(client, tools=TOOLS, tool_choice="none", messages=messages, max_tokens=2)
     tokenizer = server.service.part(ChatSupport).tokenizer
-    assert tokenizer is not None
     function = {"name": "weather", "arguments": json.loads(call.function.arguments)}
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
     shown = [TOOLS[0], TOOLS[1]]
@@ -276,29 +244,17 @@ def test_a_tools_result_goes_on(server: serving.Served, client: openai.OpenAI) -
     assert reply.choices[0].message.tool_calls is None
 
 
-def test_an_unguided_output_without_calls_is_content(client: openai.OpenAI) -> None:
-    lenient = [TOOLS[1]]
-    reply = ask(client, tools=lenient, max_tokens=6).choices[0]
-    expected = ask(client, tools=lenient, tool_choice="none", max_tokens=6).choices[0]
-    assert reply.message.content == expected.message.content
-    strict = ask(client, tools=TOOLS, max_tokens=6).choices[0]
-    assert strict.message.tool_calls is None
-
-
-def test_vllms_extras(server: serving.Served, client: openai.OpenAI) -> None:
+def test_vllms_extras(server, client):
     tokenizer = server.service.part(ChatSupport).tokenizer
-    assert tokenizer is not None
     prompt = tokenizer.encode_chat(USER)
-    extra: dict[str, Any] = {"return_token_ids": True, "prompt_logprobs": 1, "top_k": 1}
+    extra = {"return_token_ids": True, "prompt_logprobs": 1, "top_k": 1}
     reply = ask(client, max_tokens=4, extra_body=extra)
     generate = server.service.client.executor.generate
     (expected,) = generate([prompt], max_new_tokens=4, prompt_logprobs=1)
     assert reply.prompt_token_ids == prompt
     assert reply.choices[0].token_ids == list(expected.token_ids)
     assert reply.prompt_logprobs[0] is None
-    assert expected.prompt_logprobs is not None
     second = expected.prompt_logprobs[1]
-    assert second is not None
     assert reply.prompt_logprobs[1][str(prompt[1])]["logprob"] == second.logprob
     chunks = list(ask(client, max_tokens=4, stream=True, extra_body=extra))
     assert chunks[0].prompt_token_ids == prompt
@@ -313,94 +269,7 @@ def test_vllms_extras(server: serving.Served, client: openai.OpenAI) -> None:
     assert reply.prompt_token_ids == tokenizer.encode_chat(USER, add_generation_prompt=False)
 
 
-IMAGE = {
-    "role": "user",
-    "content": [{"type": "image_url", "image_url": {"url": "https://a/b.png"}}],
-}
-NAMED: Any = {"type": "function", "function": {"name": "other"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"messages": [IMAGE]}, "messages.0.content.0", "'image_url'"),
-        ({"messages": [{"role": "user"}]}, "messages", "null or missing"),
-        ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
-        (
-            {"messages": [{"role": "user", "content": [5]}]},
-            "messages.0.content.0",
-            "be an object",
-        ),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
-        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions", "functions is not supported"),
-        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "--trust-request"),
-        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs", "'self'"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
-        ({"max_tokens": 2000}, "max_tokens", "maximum context length is 1024"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", "'other'"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "same name"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {
-                        "name": "a",
-                        "schema": {"type": "string", "format": "unheard-of"},
-                    },
-                }
-            },
-            "response_format",
-            "unheard-of",
-        ),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "extra_body": {"structured_outputs": {"regex": "a"}},
-            },
-            "response_format",
-            "together",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": "required",
-                "extra_body": {"structured_outputs": {"regex": "a"}},
-            },
-            "structured_outputs.regex",
-            "together",
-        ),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_refused_by_name(
-    client: openai.OpenAI, fields: dict[str, Any], param: str | None, says: str, stream: bool
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, **({"stream": True} if stream else {}), **fields)
-    assert says in caught.value.message
-    assert caught.value.param == param
-    assert caught.value.type == "invalid_request_error"
-
-
-def test_options_of_a_stream_need_one(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="stream=true"):
-        ask(client, stream_options={})
-
-
-def test_other_errors_have_their_classes(server: serving.Served, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="The model `other` does not exist"):
-        ask(client, model="other")
-    with client_of(server, "no-such-key") as stranger, pytest.raises(openai.AuthenticationError):
-        ask(stranger)
-
-
-def test_without_a_template_or_its_tools(tmp_path: Path) -> None:
+def test_without_a_template_or_its_tools(tmp_path):
     model = tiny_llama.save(tmp_path, max_position_embeddings=1024)
     load = partial(serving.make_executor, directory=model)
     with serving.on_a_port(load) as server, client_of(server) as client:
@@ -410,3 +279,95 @@ def test_without_a_template_or_its_tools(tmp_path: Path) -> None:
             client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=110
         )
         assert reply.choices[0].message.tool_calls[0].function.name in ("weather", "stop")
+
+
+ASKED = {"model": serving.MODEL, "messages": [{"role": "user", "content": "a dog"}]}
+HALF = "\ud800"
+
+
+def post(service, body, path="/v1/chat/completions"):
+    return serving.post(service, path, {**ASKED, **body}).json()
+
+
+def test_a_trusted_template_makes_the_prompt():
+    with serving.service_of(trust_request_chat_template=True) as service:
+        body = {"chat_template": "{{ x }}: {{ messages[0].content }}", "max_tokens": 2}
+        variables = {"chat_template_kwargs": {"x": "it is"}}
+        reply = post(service, {**body, **variables, "return_token_ids": True})
+        tokenizer = service.client.executor.tokenizer
+        assert tokenizer.decode(reply["prompt_token_ids"]) == "it is: a dog"
+        for template in (
+            "{{ messages[",
+            "{{ messages[0].content.__class__.__mro__ }}",
+            "{{ 1/0 }}",
+        ):
+            error = post(service, {**body, "chat_template": template})["error"]
+            assert error["type"] == "invalid_request_error"
+            assert "template" in error["message"]
+
+
+def test_without_a_bound_outputs_fit_into_the_pages(tmp_path):
+    model = tiny_llama.save(tmp_path, max_position_embeddings=1024)
+    executor = serving.make_executor(directory=model)
+    with serving.service_of(executor, kv_cache_gib=1 / 2**14) as service:
+        pages = service.client.engine.numbers().pages
+        assert pages * 16 < 1024
+        for name in (serving.MODEL, "lora-0"):
+            reply = post(service, {"model": name, "ignore_eos": True, "temperature": 0})
+            adapter = None if name == serving.MODEL else executor.adapters[name]
+            assert reply["usage"]["total_tokens"] == service.client.engine.most_tokens(adapter)
+        short = {"truncate_prompt_tokens": 3, "ignore_eos": True}
+        assert post(service, short)["usage"]["total_tokens"] == pages * 16 + 1
+
+
+def test_half_characters_are_shown_as_such(service):
+    item = {"role": "user", "content": "a", "id": HALF}
+    repeated = {"metadata": {"a": HALF}, "max_tool_calls": 10**30, "max_output_tokens": 2}
+    body = {"model": serving.MODEL, "input": [item], **repeated}
+    reply = serving.post(service, "/v1/responses", body).json()
+    assert (reply["metadata"], reply["max_tool_calls"]) == ({"a": HALF}, 10**30)
+    path = f"/v1/responses/{reply['id']}"
+    assert get(service, path) == reply
+    assert get(service, f"{path}/input_items")["data"][0]["id"] == HALF
+
+
+def get(service, path):
+    return serving.ask(service, "GET", path).json()
+
+
+def test_models_without_a_template_or_a_tokenizer(tmp_path):
+    with serving.service_of() as service:
+        tokenizer = service.client.executor.tokenizer
+        assert tokenizer is not None
+        for missing, code in (
+            (replace(tokenizer, chat_template=None), "no_chat_template"),
+            (None, "no_tokenizer"),
+        ):
+            service.add(ChatSupport(missing))
+            assert post(service, {})["error"]["code"] == code
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatSupport(tokenizer, chat_template=written(tmp_path, "{% if %}"))
+    with pytest.raises(ConfigError, match="nowhere"):
+        ChatSupport(tokenizer, chat_template=tmp_path / "nowhere")
+
+
+def written(folder, template):
+    path = folder / "template.jinja"
+    path.write_text(template)
+    return path
+
+
+def test_developers_keep_their_role_where_a_template_has_it():
+    has_it = toy_tokenizers.CHATML + "{# developer #}"
+    with serving.service_of() as service:
+        tokenizer = service.client.executor.tokenizer
+        messages = [{"role": "developer", "content": "Be brief."}]
+        counts = {}
+        for template in (toy_tokenizers.CHATML, has_it):
+            service.add(ChatSupport(tokenizer.with_template(template)))
+            asked = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+            counts[template] = tokenizer.decode(
+                post(service, asked)["prompt_token_ids"], skip_special_tokens=False
+            )
+        assert "system" in counts[toy_tokenizers.CHATML]
+        assert "developer" in counts[has_it]

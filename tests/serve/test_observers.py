@@ -1,20 +1,20 @@
-"""The access log: what a line says, what it never says, and that nobody can write one."""
+"""The access log and traces: what they say of a request, and what they never say."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
-from collections.abc import Callable
+import threading
 from http.client import HTTPConnection
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Event
-from typing import Any
 from urllib.parse import quote, urlsplit
 
-import httpx2
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from pcg.errors import ServeError
 from pcg.keys import Keys
@@ -27,11 +27,11 @@ from tests.support.waiting import until
 SECRET = "my-secret-prompt"
 
 
-def logged(path: Path, act: Callable[[httpx2.AsyncClient], Any], **options: Any) -> list[Any]:
+def logged(path, act, **options):
     """The lines that are written while a client acts."""
     keys = Keys([serving.key("ci", "infer", tenant="research")])
 
-    async def run(service: Any) -> None:
+    async def run(service):
         async with serving.client_of(service, serving.headers_of("ci")) as client:
             await act(client)
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -47,10 +47,10 @@ def logged(path: Path, act: Callable[[httpx2.AsyncClient], Any], **options: Any)
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -> None:
+def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path):
     body = {"model": "lora-0", "prompt": SECRET, "max_tokens": 5, "ignore_eos": True}
 
-    async def act(client: httpx2.AsyncClient) -> None:
+    async def act(client):
         await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
         await client.post("/v1/completions", json={**body, "stream": True, "n": 2})
         await client.get("/v1/models")
@@ -74,7 +74,7 @@ def test_a_line_says_who_asked_what_and_which_version_answered(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path, stream: bool) -> None:
+def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path, stream):
     path = tmp_path / "log"
     with serving.on_a_port(access_log=str(path)) as served, served.client() as client:
         engine = served.service.client.engine.engine
@@ -102,8 +102,8 @@ def test_a_client_that_leaves_is_logged_with_what_it_had(tmp_path: Path, stream:
 @pytest.mark.parametrize(
     "hostile", ['x"}\n{"status": 200', "\x1b[2J\x9b31m", "\u2028 \u202e \x7f", "é" * 5000]
 )
-def test_nobody_writes_a_line_or_speaks_to_a_terminal(tmp_path: Path, hostile: str) -> None:
-    async def act(client: httpx2.AsyncClient) -> None:
+def test_nobody_writes_a_line_or_speaks_to_a_terminal(tmp_path, hostile):
+    async def act(client):
         await client.post("/v1/completions", json={"model": hostile, "prompt": SECRET})
         await client.get(f"/{quote(hostile)}")
         await client.get("/v1/models", params={"key": "in-a-query"})
@@ -116,14 +116,12 @@ def test_nobody_writes_a_line_or_speaks_to_a_terminal(tmp_path: Path, hostile: s
     assert lines[-1]["key"] is None
 
 
-def test_lines_that_nobody_takes_are_dropped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_nobody_takes_are_dropped_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("pcg.serve.observers._MOST_WAITING", 2)
     log = AccessLog(str(tmp_path / "log"))
     emit, is_open = log._emit, Event()
 
-    def slow(line: str) -> bool:
+    def slow(line):
         is_open.wait(60)
         return emit(line)
 
@@ -139,14 +137,12 @@ def test_lines_that_nobody_takes_are_dropped_and_counted(
     assert sum(dropped) + len(lines) - len(dropped) == 50
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ServeError, match="cannot be written"):
         AccessLog(str(tmp_path / "no" / "log"))
 
 
-def test_a_file_that_cannot_be_written_any_more_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_any_more_is_told_once(tmp_path, caplog, capfd):
     """A full disk, or a folder that is gone; lines are counted, and come again when it is there."""
     record = Record({"type": "http", "method": "GET", "path": "/", "headers": []})
     folder, away = tmp_path / "logs", tmp_path / "away"
@@ -175,7 +171,110 @@ def test_a_file_that_cannot_be_written_any_more_is_told_once(
     assert capfd.readouterr().err == ""
 
 
-def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ServeError, match=r"the access log .*pipe' cannot be written"):
         AccessLog(str(tmp_path / "pipe"))
+
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector(HTTPServer):
+    """A collector on a free port, which keeps the spans that it gets."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans = []
+        self.endpoint = f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        assert SECRET.encode() not in body
+        found = ExportTraceServiceRequest.FromString(body)
+        for resource in found.resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Log nothing."""
+
+
+@pytest.fixture
+def collector():
+    with Collector() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def attributes(span):
+    found = {}
+    for one in span.attributes:
+        kind = one.value.WhichOneof("value")
+        value = getattr(one.value, kind)
+        found[one.key] = (
+            [each.string_value for each in value.values] if kind == "array_value" else value
+        )
+    return found
+
+
+def test_a_request_is_a_span_in_its_clients_trace(collector):
+    body = {
+        "model": "lora-0", "prompt": SECRET, "max_tokens": 6, "temperature": 0.5, "seed": 3,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    with (
+        serving.on_a_port(otlp_traces_endpoint=collector.endpoint) as served,
+        served.client() as client,
+    ):
+        sent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        client.post("/v1/completions", json=body, headers=sent)
+        client.post("/v1/completions", json={**body, "model": "none"})
+        client.get("/health")
+    spans = {span.name: span for span in collector.spans}
+    assert set(spans) == {
+        "text_completion lora-0", "POST /v1/completions", "wait", "prefill", "decode"
+    }  # fmt: skip
+    span = spans["text_completion lora-0"]
+    assert span.trace_id.hex() == TRACE
+    assert span.parent_span_id.hex() == PARENT
+    assert span.kind == span.SPAN_KIND_SERVER
+    found = attributes(span)
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "pcg",
+        "gen_ai.request.model": "lora-0",
+        "gen_ai.response.model": "lora-0@2",
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.request.max_tokens": 6,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3,
+        "gen_ai.usage.output_tokens": 6,
+        "http.response.status_code": 200,
+        "http.route": "/v1/completions",
+        "pcg.tenant": "default",
+    }
+    assert expected.items() <= found.items()
+    assert found["gen_ai.usage.input_tokens"] > 0
+    assert 0 < found["gen_ai.latency.time_to_first_token"] < found["gen_ai.latency.e2e"]
+    phases = [spans[name] for name in ("wait", "prefill", "decode")]
+    for phase in phases:
+        assert phase.trace_id == span.trace_id
+        assert phase.parent_span_id == span.span_id
+        assert span.start_time_unix_nano <= phase.start_time_unix_nano
+        assert phase.start_time_unix_nano < phase.end_time_unix_nano
+    assert phases[0].end_time_unix_nano == phases[1].start_time_unix_nano
+    failed = attributes(spans["POST /v1/completions"])
+    assert failed["error.type"] == "404"
+    assert "gen_ai.request.model" not in failed

@@ -1,19 +1,25 @@
-"""The Responses API by OpenAI's own client, over loopback."""
+"""The Responses API by OpenAI's own client; streams that fail, and responses that are kept."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, Literal
+import tracemalloc
+from typing import Literal
 
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseFailedEvent
 from pydantic import BaseModel, TypeAdapter
 
-from pcg.serve.openai.tools import ChatSupport
-from tests.support import chat_templates, serving, tiny_llama
+from pcg.errors import GenerationError
+from pcg.keys import Keys
+from pcg.runtime.requests.request import Chunk, Completion
+from pcg.serve.openai.response_items import InputItem, KeptResponse, ResponseStore, memory_of
+from pcg.serve.openai.responses import ResponseBody, Responses, begun_response
+from pcg.serve.openai.sampling import SamplingDefaults
+from pcg.serve.openai.tools import ChatSupport, ToolUse
+from tests.support import serving
 
 WEATHER = {
     "type": "object",
@@ -21,7 +27,7 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TOOLS: list[Any] = [
+TOOLS = [
     {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True},
     {"type": "function", "name": "stop", "parameters": None, "strict": None},
 ]
@@ -33,36 +39,18 @@ class Animal(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Served]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(chat_templates.HERMES)
-    model = tiny_llama.save(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-    load = partial(serving.make_executor, directory=model)
-    with serving.on_a_port(load, chat_template=template) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: serving.Served) -> Iterator[openai.OpenAI]:
-    url = f"{server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key=serving.KEY, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def spaces(server: serving.Served) -> dict[str, Any]:
+def spaces(server):
     return {"logit_bias": serving.white_space(server.service)}
 
 
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
+def ask(client, **fields):
     asked = {"model": serving.MODEL, "input": "what is it?", "temperature": 0, **fields}
     asked.setdefault("max_output_tokens", 12)
     return client.responses.create(**asked)
 
 
-def prompt_of(server: serving.Served, messages: list[Any], **variables: Any) -> list[int]:
+def prompt_of(server, messages, **variables):
     tokenizer = server.service.part(ChatSupport).tokenizer
-    assert tokenizer is not None
     return tokenizer.encode_chat(messages, **variables)
 
 
@@ -70,7 +58,7 @@ USER = {"role": "user", "content": "what is it?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def test_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> None:
+def test_text_is_the_librarys(server, client):
     prompt = prompt_of(server, [SYSTEM, USER])
     for model, adapter in ((serving.MODEL, None), ("lora-0", "lora-0")):
         (expected,) = server.service.client.executor.generate([prompt], adapter, max_new_tokens=12)
@@ -88,7 +76,7 @@ def test_text_is_the_librarys(server: serving.Served, client: openai.OpenAI) -> 
         assert same.output_text == expected.text
 
 
-def test_replies_are_of_the_clients_types(client: openai.OpenAI) -> None:
+def test_replies_are_of_the_clients_types(client):
     """The client does not check what it reads; its types do."""
     for tools in ([], TOOLS):
         reply = ask(
@@ -103,7 +91,7 @@ def test_replies_are_of_the_clients_types(client: openai.OpenAI) -> None:
         TypeAdapter(Response).validate_python(reply.model_dump(), strict=True)
 
 
-def test_the_events_of_a_stream(client: openai.OpenAI) -> None:
+def test_the_events_of_a_stream(client):
     events = list(ask(client, stream=True))
     whole = ask(client)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -130,8 +118,8 @@ def test_the_events_of_a_stream(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_functions_are_called(client: openai.OpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {
+def test_functions_are_called(client, stream):
+    asked = {
         "model": serving.MODEL,
         "input": "what is it?",
         "temperature": 0,
@@ -142,7 +130,7 @@ def test_functions_are_called(client: openai.OpenAI, stream: bool) -> None:
     if stream:
         with client.responses.stream(**asked) as events:
             kinds = [event.type for event in events]
-            reply: Any = events.get_final_response()
+            reply = events.get_final_response()
         assert kinds.count("response.function_call_arguments.delta") > 3
         assert kinds[-3:] == [
             "response.function_call_arguments.done",
@@ -157,8 +145,8 @@ def test_functions_are_called(client: openai.OpenAI, stream: bool) -> None:
     assert call.status == "completed"
 
 
-def test_a_pydantic_model_is_parsed(client: openai.OpenAI, spaces: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {
+def test_a_pydantic_model_is_parsed(client, spaces):
+    asked = {
         "model": serving.MODEL,
         "input": "what is it?",
         "temperature": 0,
@@ -174,20 +162,7 @@ def test_a_pydantic_model_is_parsed(client: openai.OpenAI, spaces: dict[str, Any
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
-def test_a_function_of_a_pydantic_model(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(
-        model=serving.MODEL,
-        input="a",
-        tools=[openai.pydantic_function_tool(Animal)["function"] | {"type": "function"}],  # type: ignore[operator, list-item]
-        tool_choice="required",
-        parallel_tool_calls=False,
-        temperature=0,
-        max_output_tokens=200,
-    )
-    assert json.loads(parsed.output[0].arguments).keys() == {"kind", "is_lazy"}  # type: ignore[union-attr]
-
-
-def test_a_response_goes_on_from_another(server: serving.Served, client: openai.OpenAI) -> None:
+def test_a_response_goes_on_from_another(server, client):
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="and then?", previous_response_id=first.id)
     said = {"role": "assistant", "content": first.output_text}
@@ -202,7 +177,7 @@ def test_a_response_goes_on_from_another(server: serving.Served, client: openai.
     assert list(third)[-1].response.previous_response_id == second.id
 
 
-def test_a_functions_output_goes_on(server: serving.Served, client: openai.OpenAI) -> None:
+def test_a_functions_output_goes_on(server, client):
     named = {"type": "function", "name": "weather"}
     first = ask(client, tools=TOOLS, tool_choice=named, max_output_tokens=200)
     (call,) = first.output
@@ -214,11 +189,11 @@ def test_a_functions_output_goes_on(server: serving.Served, client: openai.OpenA
     assert second.usage.input_tokens == len(prompt)
 
 
-def test_responses_are_kept_until_they_are_deleted(client: openai.OpenAI) -> None:
+def test_responses_are_kept_until_they_are_deleted(client):
     reply = ask(client)
     assert client.responses.retrieve(reply.id) == reply
     items = client.responses.input_items.list(reply.id)
-    assert [item.content for item in items] == ["what is it?"]  # type: ignore[union-attr]
+    assert [item.content for item in items] == ["what is it?"]
     streamed = list(ask(client, stream=True))[-1].response
     assert client.responses.retrieve(streamed.id) == streamed
     client.responses.delete(reply.id)
@@ -234,17 +209,17 @@ def test_responses_are_kept_until_they_are_deleted(client: openai.OpenAI) -> Non
         client.responses.retrieve(unkept.id)
 
 
-def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
+def test_input_items_come_in_pages(client):
     texts = [f"message {index}" for index in range(5)]
     reply = ask(client, input=[{"role": "user", "content": text} for text in texts])
     listed = client.responses.input_items.list(reply.id, limit=2, order="asc")
     assert listed.has_more
-    assert [item.content for item in listed] == texts  # type: ignore[union-attr]
+    assert [item.content for item in listed] == texts
     listed = client.responses.input_items.list(reply.id, limit=2)
-    assert [item.content for item in listed] == texts[::-1]  # type: ignore[union-attr]
+    assert [item.content for item in listed] == texts[::-1]
 
 
-def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
+def test_logprobs_of_a_response(client):
     include = ["message.output_text.logprobs"]
     reply = ask(client, include=include, top_logprobs=2)
     found = reply.output[0].content[0].logprobs
@@ -258,41 +233,110 @@ def test_logprobs_of_a_response(client: openai.OpenAI) -> None:
     assert events[-1].response.output[0].content[0].logprobs == found
 
 
+GIVEN_UP = Completion("a dog", (1, 2), "timed_out", None, 3)
+
+
+def events(*chunks):
+    """The events of chunks, of which an exception is raised."""
+    response = begun_response("resp_1", "tiny", ResponseBody(input="a"), SamplingDefaults())
+    made = Responses([], response, ToolUse(), lambda whole: whole)
+    sent = made.begin()
+    try:
+        for chunk in chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            sent += made.step(0, [chunk])
+        sent += made.end()
+    except Exception as error:
+        sent += made.failed(error)
+    text = sent.decode()
+    found = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("last", "code"),
     [
-        ({"background": True}, "background", "not supported"),
-        ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"prompt": {"id": "a"}}, "prompt", "not supported"),
-        ({"truncation": "auto"}, "truncation", '"disabled"'),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"input": []}, "input", "at least 1"),
-        ({"input": 5}, "input", "valid string"),
-        ({"input": [5]}, "input.0", "be an object"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "'item_reference'"),
-        ({"input": [{"role": "user"}]}, "input[0].content", "Missing"),
-        ({"input": [{"role": "user", "content": "a", "color": 1}]}, None, "input[0].color"),
-        ({"extra_body": {"n": 2}}, "n", "not supported"),
-        ({"extra_body": {"max_tokens": 2}}, "max_tokens", "Unrecognized"),
-        ({"top_logprobs": 3}, "top_logprobs", "include"),
-        ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
-            "input[0].content[0]",
-            "'input_image'",
-        ),
-        (
-            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
-            "messages",
-            "arguments",
-        ),
+        (Chunk(0, "", None, completion=GIVEN_UP), "server_error"),
+        (GenerationError("the logits are not finite"), "invalid_prompt"),
+        (RuntimeError("a secret"), "server_error"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_refused_by_name(
-    client: openai.OpenAI, fields: dict[str, Any], param: str | None, says: str, stream: bool
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, **({"stream": True} if stream else {}), **fields)
-    assert says in caught.value.message
-    assert caught.value.param == param
+def test_what_fails_is_the_last_event(last, code):
+    found = events(Chunk(0, "a dog", 1), last)
+    assert found[-2]["delta"] == "a dog"
+    assert found[-1]["type"] == "response.failed"
+    failed = found[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", code)
+    assert failed["output"][0]["content"][0]["text"] == "a dog"
+    assert "secret" not in json.dumps(found)
+    ResponseFailedEvent.model_validate(found[-1])
+
+
+def kept(size):
+    return KeptResponse(b"x" * size, (), (), 0)
+
+
+def test_the_least_recently_read_goes_first():
+    store = ResponseStore(most=3, most_bytes=1000)
+    for name in "abc":
+        store.put("one", name, kept(10))
+    store.put("two", "z", kept(10))
+    assert store.find("one", "a") is not None
+    store.put("one", "d", kept(10))
+    assert store.find("one", "b") is None
+    assert store.find("one", "a") is not None
+    store.put("one", "e", kept(995))
+    assert [name for name in "acde" if store.find("one", name)] == ["e"]
+    assert store.find("two", "z") is not None
+    assert store.delete("one", "e")
+    assert not store.delete("one", "e")
+    store.put("one", "f", kept(1000))
+    assert store.find("one", "f") is not None
+    assert not store.may_keep(1001)
+
+
+def test_empty_parts_count_by_their_memory():
+    item = InputItem.model_validate(
+        {"role": "user", "content": [{"type": "text", "text": ""}] * 99}
+    )
+    tracemalloc.start()
+    try:
+        copies = [item.model_copy(deep=True) for _ in range(20)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken / 2 < memory_of(copies) < taken * 4
+
+
+def test_nobody_elses_response_is_there():
+    keys = Keys([serving.key("ann"), serving.key("ben"), serving.key("ann-2", tenant="ann")])
+
+    async def run():
+        with serving.service_of(keys=keys) as service:
+            body = {"model": serving.MODEL, "input": "a", "max_output_tokens": 2}
+            async with serving.client_of(service, serving.headers_of("ann")) as client:
+                reply = (await client.post("/v1/responses", json=body)).json()
+                path = f"/v1/responses/{reply['id']}"
+                assert (await client.get(path)).json() == reply
+            async with serving.client_of(service, serving.headers_of("ben")) as client:
+                await refused(client, path, body, reply["id"])
+            async with serving.client_of(service, serving.headers_of("ann-2")) as client:
+                assert (await client.get(path)).json() == reply
+                assert (await client.delete(path)).json()["deleted"] is True
+
+    asyncio.run(run())
+
+
+async def refused(client, path, body, kept_id):
+    """Every door says the same of another tenant's response as of none at all."""
+    other = path[:-4] + "0000"
+    for suffix in ("", "/input_items"):
+        theirs, nobodys = await client.get(path + suffix), await client.get(other + suffix)
+        assert theirs.status_code == nobodys.status_code == 404
+        said = theirs.json()["error"]["message"].replace(path[-4:], "0000")
+        assert said == nobodys.json()["error"]["message"]
+    assert (await client.delete(path)).status_code == 404
+    asked = {**body, "previous_response_id": kept_id}
+    assert (await client.post("/v1/responses", json=asked)).status_code == 400
