@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from pcg.peft.registry import SHORTHANDS
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import StepRecord
 from pcg.split.client.connect import SplitExecutor
 from tests.support import oracle
 from tests.support.families import BY_NAME
@@ -28,7 +24,7 @@ from tests.support.split_base import running_base
 
 LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
 ROWS = [Example(one, one) for one in prompts([9, 5])]
-JOB: dict[str, Any] = {
+JOB = {
     "max_steps": 2, "batch_size": 2, "learning_rate": 1e-2, "eps": 1.0, "seed": 3,
     "progress": False,
 }  # fmt: skip
@@ -44,7 +40,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request):
     model = oracle.random_model(BY_NAME[request.param].config(2))
     whole = compiler.compile(model, verify=False)
     with running_base(whole) as base, base.connect() as split:
@@ -61,7 +57,7 @@ QUICK = ("adalora", "p-tuning")
         for name in sorted(SHORTHANDS)
     ],
 )
-def test_every_method_trains_to_the_same_adapter(pair: Pair, method: str) -> None:
+def test_every_method_trains_to_the_same_adapter(pair, method):
     name = method.replace("-", "_")
     found = []
     for executor in (pair.whole, pair.split):
@@ -81,13 +77,13 @@ def test_every_method_trains_to_the_same_adapter(pair: Pair, method: str) -> Non
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq", "eva"])
-def test_starts_that_read_the_base_are_refused_with_the_fix(pair: Pair, init: str) -> None:
+def test_starts_that_read_the_base_are_refused_with_the_fix(pair, init):
     peft = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear", "init_lora_weights": init}
     with pytest.raises(UnsupportedError, match="let peft make and save one, and load that"):
         pair.split.finetune(ROWS, adapter="x", peft=peft, **JOB)
 
 
-def test_generation_has_all_that_it_has(pair: Pair) -> None:
+def test_generation_has_all_that_it_has(pair):
     for executor in (pair.whole, pair.split):
         executor.add_adapter("mixed", LORA, seed=1)
     sampling = {"max_new_tokens": 4, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1}
@@ -102,12 +98,12 @@ def test_generation_has_all_that_it_has(pair: Pair) -> None:
     assert oracle.relative_error(states[1], states[0]) < TOLERANCE
 
 
-def test_an_interrupted_job_goes_on_and_adapters_are_saved(pair: Pair, tmp_path: Path) -> None:
+def test_an_interrupted_job_goes_on_and_adapters_are_saved(pair, tmp_path):
     job = {**JOB, "max_steps": 3, "eval_data": ROWS, "peft": LORA}
     expected = pair.whole.finetune(ROWS, adapter="resumed", **job)
     job["checkpoint_dir"] = tmp_path / "checkpoints"
 
-    def interrupt(record: StepRecord) -> None:
+    def interrupt(record):
         if record.step == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -124,7 +120,7 @@ def test_an_interrupted_job_goes_on_and_adapters_are_saved(pair: Pair, tmp_path:
     assert oracle.relative_error(logits[1], logits[0]) < TOLERANCE
 
 
-def test_an_engine_shares_prefixes_among_a_tenants_requests(pair: Pair) -> None:
+def test_an_engine_shares_prefixes_among_a_tenants_requests(pair):
     long = prompts([40])[0]
     expected = pair.whole.generate([long], max_new_tokens=4, temperature=0)[0].token_ids
     limits = pcg.Limits(tpot_slo_s=30.0, running=4)

@@ -1,18 +1,12 @@
 """Connections are encrypted, each end knows the other, and who does not fit is told."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pcg.errors import ServeError, SplitError
-from pcg.runtime.executor import Executor
 from pcg.serve.engine.options import ServeOptions
 from pcg.split.base.options import BaseOptions
 from pcg.split.client.connect import connect
@@ -25,7 +19,7 @@ auth = pytest.importorskip("zmq.auth")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Certificates of a base, and of a client that the base knows."""
     (tmp_path / "known").mkdir()
     auth.create_certificates(tmp_path, "base")
@@ -36,14 +30,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def tapped(where: str) -> Iterator[tuple[str, bytearray]]:
+def tapped(where):
     """A wire to an address that keeps what is sent to it."""
     host, _, port = where.rpartition(":")
     heard = bytearray()
     listening = socket.create_server(("127.0.0.1", 0))
-    ends: list[socket.socket] = []
+    ends = []
 
-    def pump(one: socket.socket, other: socket.socket, keeps: bool) -> None:
+    def pump(one, other, keeps):
         try:
             while data := one.recv(2**16):
                 if keeps:
@@ -53,7 +47,7 @@ def tapped(where: str) -> Iterator[tuple[str, bytearray]]:
         except OSError:  # the other end has gone
             pass
 
-    def accept() -> None:
+    def accept():
         try:
             client, _ = listening.accept()
         except OSError:  # closed
@@ -80,7 +74,7 @@ def tapped(where: str) -> Iterator[tuple[str, bytearray]]:
         thread.join(60)
 
 
-def test_what_crosses_the_wire_is_encrypted(whole: Executor, folder: Path) -> None:
+def test_what_crosses_the_wire_is_encrypted(whole, folder):
     expected = whole.generate([[5, 6, 7]], max_new_tokens=3, temperature=0)[0].token_ids
     heard = {}
     for name, at_base, at_client in (
@@ -100,14 +94,12 @@ def test_what_crosses_the_wire_is_encrypted(whole: Executor, folder: Path) -> No
     assert len(heard["curve"]) > len(heard["clear"])
 
 
-def test_a_base_may_know_its_clients(
-    whole: Executor, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_base_may_know_its_clients(whole, folder, caplog):
     at_base = {"curve_key": folder / "base.key_secret", "curve_clients": folder / "known"}
     server = (folder / "base.key").read_text().partition('public-key = "')[2][:40]
     with listening_base(whole, **at_base) as where:
         own = folder / "known" / "alice.key_secret"
-        options: dict[str, Any] = {"api_key": KEY, "curve_server": server}
+        options = {"api_key": KEY, "curve_server": server}
         with connect(where, curve_key=own, **options) as split:
             assert split.generate([[5, 6]], max_new_tokens=1)
         with pytest.raises(SplitError, match="does not know this client's CURVE key"):
@@ -118,21 +110,18 @@ def test_a_base_may_know_its_clients(
         assert "a client at alice has a wrong key" in caplog.text
 
 
-def test_ends_that_do_not_fit_are_told(whole: Executor, folder: Path) -> None:
+def test_ends_that_do_not_fit_are_told(whole, folder):
     auth.create_certificates(folder, "another")
     with listening_base(whole, curve_key=folder / "base.key_secret") as where:
         with pytest.raises(SplitError, match="is another than the one given"):
             connect(where, api_key=KEY, curve_server=folder / "another.key")
         with pytest.raises(SplitError, match="it is encrypted by CURVE; give"):
             connect(where, api_key=KEY)
-    with (
-        listening_base(whole) as where,
-        pytest.raises(SplitError, match="was started without"),
-    ):
+    with listening_base(whole) as where, pytest.raises(SplitError, match="was started without"):
         connect(where, api_key=KEY, curve_server=folder / "base.key")
 
 
-def test_nothing_goes_to_other_machines_in_clear(folder: Path) -> None:
+def test_nothing_goes_to_other_machines_in_clear(folder):
     for host in ("0.0.0.0", "::", "10.1.2.3", "base.example", "127.0.0.1.example", "127.0.0"):
         with pytest.raises(SplitError, match="--curve-key, or --plaintext"):
             BaseOptions(host=host)
@@ -149,7 +138,7 @@ def test_nothing_goes_to_other_machines_in_clear(folder: Path) -> None:
     assert Privacy("10.1.2.3:1", effects_curve_server="k" * 40).effects_curve_server
 
 
-def test_certificates_that_are_none_are_refused(folder: Path) -> None:
+def test_certificates_that_are_none_are_refused(folder):
     secret, public = folder / "base.key_secret", folder / "base.key"
     with pytest.raises(SplitError, match="has no secret key"):
         BaseCurve.read(public, None)

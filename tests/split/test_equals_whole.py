@@ -5,20 +5,16 @@ AdamW divides a gradient by its own size, so that an entry whose gradient is rou
 a whole step in either direction: trained tensors have a wider bound.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
 
 import pytest
 
 import pcg
 from pcg.passes.placement import exact_cut
 from pcg.runtime.data.example import Example
-from pcg.split.client.connect import SplitExecutor, connect
+from pcg.split.client.connect import connect
 from pcg.split.client.noise import Privacy
 from tests.support import oracle
 from tests.support.families import BY_NAME, FAMILIES
@@ -35,7 +31,7 @@ from tests.support.split_base import (
 )
 
 LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
-METHODS: Mapping[str, Any] = {
+METHODS = {
     "lora": LORA,
     "dora": pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
     "ia3": pcg.IA3Config(),
@@ -44,30 +40,30 @@ METHODS: Mapping[str, Any] = {
     "loha": pcg.LoHaConfig(r=2),
     "vera": pcg.VeraConfig(r=4),
 }
-JOB: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+JOB = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-3}
 
 
-def by_layers(stack: ExitStack, family: str) -> SplitExecutor:
+def by_layers(stack, family):
     bases = [stack.enter_context(running_layers(family, 2, one)) for one in ("0", "1")]
     return connect([one.endpoint.transport() for one in bases], api_key=KEY)
 
 
-def by_transport(stack: ExitStack, family: str, transport: Any) -> SplitExecutor:
+def by_transport(stack, family, transport):
     where = stack.enter_context(listening_base(undivided(family, 2)))
     return pcg.connect(where, api_key=KEY, transport=transport, connect_s=60)
 
 
-def hidden(stack: ExitStack, family: str) -> SplitExecutor:
+def hidden(stack, family):
     base, second = (stack.enter_context(running_base(undivided(family, 2))) for _ in range(2))
     return base.connect(privacy=Privacy(second.endpoint.transport(), effects_api_key=KEY))
 
 
-def by_options(stack: ExitStack, family: str, **options: Any) -> SplitExecutor:
+def by_options(stack, family, **options):
     base = stack.enter_context(running_base(undivided(family, 2), downloads=True))
     return base.connect(**options)
 
 
-WAYS: dict[str, Callable[[ExitStack, str], SplitExecutor]] = {
+WAYS = {
     "linear": lambda stack, family: by_options(stack, family, cut="linear"),
     "searched": lambda stack, family: by_options(stack, family, link="lan"),
     "noise": lambda stack, family: by_options(
@@ -102,21 +98,19 @@ CASES = [
 ]
 
 
-def recipe(family: str, method: str) -> Any:
+def recipe(family, method):
     if method == "lora":
         return pcg.LoraConfig(r=4, target_modules=list(BY_NAME[family].usual_targets))
     return METHODS[method]
 
 
 @cache
-def expected(family: str, method: str) -> Any:
+def expected(family, method):
     return results(undivided(family, 2), recipe(family, method), JOB)
 
 
 @pytest.mark.parametrize(("family", "way", "methods"), CASES)
-def test_tokens_gradients_and_adapters_are_equal(
-    monkeypatch: pytest.MonkeyPatch, family: str, way: str, methods: tuple[str, ...]
-) -> None:
+def test_tokens_gradients_and_adapters_are_equal(monkeypatch, family, way, methods):
     # The search of StableLM's norms of each head takes minutes to find that they are too many.
     monkeypatch.setattr(exact_cut, "MOST_STATES", 10_000)
     with ExitStack() as stack:
@@ -134,11 +128,11 @@ def test_tokens_gradients_and_adapters_are_equal(
 
 
 @pytest.mark.parametrize("behind_noise", ["", pytest.param("ia3", marks=pytest.mark.slow)])
-def test_clients_at_once_train_as_if_each_were_alone(behind_noise: str) -> None:
+def test_clients_at_once_train_as_if_each_were_alone(behind_noise):
     """Requests that come together run as one; those behind noise have a dtype of their own."""
     whole, methods = undivided("llama3", 2), ["lora", "ia3", "dora"]
     rows = [Example(one, one) for one in prompts([9, 5, 7])]
-    job: dict[str, Any] = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-2}
+    job = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-2}
     wanted, trained = {}, {}
     for name in methods:
         whole.add_adapter(name, METHODS[name], seed=3)
@@ -148,7 +142,7 @@ def test_clients_at_once_train_as_if_each_were_alone(behind_noise: str) -> None:
     with running_base(whole, policy="lockstep") as base:
         barrier = threading.Barrier(len(methods))
 
-        def train(name: str) -> None:
+        def train(name):
             privacy = Privacy("base", pool=8, uses=50) if name == behind_noise else None
             with base.connect(cut="linear", privacy=privacy) as split:
                 split.add_adapter(name, METHODS[name], seed=3)
@@ -168,7 +162,7 @@ def test_clients_at_once_train_as_if_each_were_alone(behind_noise: str) -> None:
             assert oracle.relative_error(other, one) < 10 * TOLERANCE
 
 
-def test_an_engine_of_a_client_serves_and_trains_in_the_same_steps() -> None:
+def test_an_engine_of_a_client_serves_and_trains_in_the_same_steps():
     whole = undivided("llama3", 2)
     options = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-2, "seed": 3}
     tokens = whole.generate(PROMPTS, max_new_tokens=8, temperature=0)

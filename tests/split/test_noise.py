@@ -1,50 +1,44 @@
 """Noise hides what a client sends, and changes no result beyond a stated rounding."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import SplitError
-from pcg.runtime.executor import Executor
 from pcg.split.client.noise import Effects, Noise, Privacy
 from pcg.split.messages import Piece
 from tests.support import oracle
 from tests.support import split_attacks as attacks
 from tests.support.families import BY_NAME
-from tests.support.split_base import KEY, Base, results, running_base, undivided
+from tests.support.split_base import KEY, results, running_base, undivided
 
 METHODS = {
     "lora": pcg.LoraConfig(r=4, target_modules="all-linear"),
     "dora": pcg.LoraConfig(r=4, target_modules="all-linear", use_dora=True),
 }
-JOB: dict[str, Any] = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-3}
+JOB = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-3}
 PIECE = Piece("linear", ("w",))
 
 
 @pytest.fixture(scope="module")
-def whole() -> Executor:
+def whole():
     return undivided("llama3", 2)
 
 
-def watched(base: Base) -> list[tuple[Piece, Tensor]]:
+def watched(base):
     """Return a list of what the base is given from now on."""
-    seen: list[tuple[Piece, Tensor]] = []
+    seen = []
     run = base.loop.base.run
 
-    def watching(piece: Piece, inputs: Any) -> Tensor:
+    def watching(piece, inputs):
         seen.append((piece, inputs[0].clone()))
         return run(piece, inputs)
 
-    base.loop.base.run = watching  # type: ignore[method-assign]
+    base.loop.base.run = watching
     return seen
 
 
@@ -57,9 +51,7 @@ def watched(base: Base) -> list[tuple[Piece, Tensor]]:
         pytest.param("bfloat16", "float32", 16.0, 4e-2, marks=pytest.mark.slow),
     ],
 )
-def test_the_error_is_within_the_bound_of_the_docs(
-    dtype: str, precision: Any, scale: float, bound: float
-) -> None:
+def test_the_error_is_within_the_bound_of_the_docs(dtype, precision, scale, bound):
     """In bf16 any product that is rounded the other way moves the result by some 1e-2."""
     model = oracle.random_model(BY_NAME["llama3"].config(2))
     whole = compiler.compile(model, verify=False, dtype=dtype)
@@ -73,7 +65,7 @@ def test_the_error_is_within_the_bound_of_the_docs(
             assert oracle.relative_error(own[name], expected) < bound, name
 
 
-def test_a_base_sees_noise_and_a_second_base_nothing_else(whole: Executor) -> None:
+def test_a_base_sees_noise_and_a_second_base_nothing_else(whole):
     """The rows that the base is given are as large as the noise, and not near any that it hides."""
     with running_base(whole) as base, running_base(whole) as second:
         plain = watched(base)
@@ -98,20 +90,20 @@ def test_a_base_sees_noise_and_a_second_base_nothing_else(whole: Executor) -> No
 class _Products(Effects):
     """Effects by a matrix that is here."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight):
         self.weight = weight
-        self.asked: list[int] = []
+        self.asked = []
 
-    def of(self, piece: Piece, noise: Tensor) -> Tensor:
+    def of(self, piece, noise):
         self.asked.append(len(noise))
         return noise @ self.weight.t()
 
 
-def hidden_rows(noise: Noise, rows: list[int], weight: Tensor) -> Tensor:
+def hidden_rows(noise, rows, weight):
     """Send zeros, so that what is sent is noise alone; returns all of it."""
-    sent: list[Tensor] = []
+    sent = []
 
-    def ask(x: Tensor) -> Tensor:
+    def ask(x):
         sent.append(x)
         return x @ weight.t()
 
@@ -121,7 +113,7 @@ def hidden_rows(noise: Noise, rows: list[int], weight: Tensor) -> Tensor:
     return torch.cat(sent)
 
 
-def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew() -> None:
+def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew():
     weight = torch.randn(5, 40, dtype=torch.float64)
     effects = _Products(weight)
     noise = Noise(Privacy("base", 1024, pool=8, uses=3), effects)
@@ -139,7 +131,7 @@ def test_rows_have_noise_of_their_own_and_pools_are_drawn_anew() -> None:
     assert noise.size_bytes == 8 * (40 + 5) * 8
 
 
-def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request() -> None:
+def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request():
     weight = torch.randn(5, 40, dtype=torch.float64)
     effects = _Products(weight)
     noise = Noise(Privacy("base", 1024, pool=4), effects)
@@ -149,21 +141,9 @@ def test_noise_that_is_used_once_is_drawn_for_all_rows_of_a_request() -> None:
     assert noise.drawn == 37
 
 
-def test_noise_is_normal_and_two_clients_have_different() -> None:
-    weight = torch.randn(1, 400, dtype=torch.float64)
-    one, other = (
-        hidden_rows(Noise(Privacy("base", 1024), _Products(weight)), [64], weight) for _ in range(2)
-    )
-    scaled = one / 1024
-    assert abs(float(scaled.mean())) < 0.05
-    assert abs(float(scaled.std()) - 1) < 0.05
-    assert abs(float(scaled.pow(4).mean()) - 3) < 0.5
-    assert not torch.equal(one, other)
-
-
-def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
+def test_the_size_of_noise_tells_the_largest_row_alone():
     weight = torch.eye(4, dtype=torch.float64)
-    sent: list[Tensor] = []
+    sent = []
     noise = Noise(Privacy("base", 1024, pool=4), _Products(weight))
     x = torch.tensor([[1e-9] * 4, [3.0] * 4, [0.0] * 4])
     found = noise.run(PIECE, x, lambda rows: sent.append(rows) or rows @ weight.t())
@@ -174,7 +154,7 @@ def test_the_size_of_noise_tells_the_largest_row_alone() -> None:
 
 
 @pytest.fixture
-def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def seeded(monkeypatch):
     """Rows and noise of a seed, so that what an attack finds is the same in each run."""
     monkeypatch.setattr(os, "urandom", random.Random(5).randbytes)
     with torch.random.fork_rng():
@@ -182,24 +162,22 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def sent_rows(x: Tensor, privacy: Privacy) -> Tensor:
+def sent_rows(x, privacy):
     """What a base is sent of rows."""
     weight = torch.randn(3, x.shape[1], dtype=privacy.dtype)
-    sent: list[Tensor] = []
+    sent = []
     noise = Noise(privacy, _Products(weight))
     noise.run(PIECE, x, lambda rows: sent.append(rows) or rows @ weight.t())
     return sent[0]
 
 
-SETTINGS: Any = [("float32", 16.0), ("float64", 2.0**10), ("float64", 2.0**20)]
+SETTINGS = [("float32", 16.0), ("float64", 2.0**10), ("float64", 2.0**20)]
 
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("precision", "scale"), SETTINGS)
-def test_digits_of_what_is_sent_tell_no_row(
-    dtype: torch.dtype, precision: Any, scale: float
-) -> None:
+def test_digits_of_what_is_sent_tell_no_row(dtype, precision, scale):
     """The attacker knows the 64 rows that may have been sent, to the last bit."""
     known = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
     sent = sent_rows(known, Privacy("base", scale, precision=precision))
@@ -211,9 +189,7 @@ def test_digits_of_what_is_sent_tell_no_row(
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize(("precision", "scale"), SETTINGS)
-def test_every_multiple_of_the_step_is_sent_and_nothing_between(
-    precision: Any, scale: float
-) -> None:
+def test_every_multiple_of_the_step_is_sent_and_nothing_between(precision, scale):
     privacy = Privacy("base", scale, precision=precision)
     sent = sent_rows(torch.randn(256, 128), privacy).double()
     size = float(attacks.sizes_of(sent, len(sent))[0])
@@ -228,7 +204,7 @@ def test_every_multiple_of_the_step_is_sent_and_nothing_between(
 
 
 @pytest.mark.usefixtures("seeded")
-def test_noise_has_the_normal_distribution() -> None:
+def test_noise_has_the_normal_distribution():
     numbers = sent_rows(torch.zeros(256, 512), Privacy("base", 1.0)).reshape(-1).sort().values
     expected = torch.special.ndtr(numbers)
     steps = torch.arange(len(numbers), dtype=torch.float64) / len(numbers)
@@ -242,7 +218,7 @@ def test_noise_has_the_normal_distribution() -> None:
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("times", [1, 16])
-def test_attacks_find_as_much_as_the_bound_says_and_no_more(times: int) -> None:
+def test_attacks_find_as_much_as_the_bound_says_and_no_more(times):
     """The likelihood ratio reaches the bound, and the nearest row stays below it."""
     generator = torch.Generator().manual_seed(1)
     known = torch.nn.functional.normalize(torch.randn(64, 64, generator=generator)) * 8
@@ -272,12 +248,12 @@ def test_attacks_find_as_much_as_the_bound_says_and_no_more(times: int) -> None:
         ({"effects": "base", "uses": True}, "uses=True"),
     ],
 )
-def test_options_that_hide_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_hide_nothing_are_refused(options, message):
     with pytest.raises(SplitError, match=message):
         Privacy(**options)
 
 
-def test_what_computes_effects_has_to_be_able_to(whole: Executor) -> None:
+def test_what_computes_effects_has_to_be_able_to(whole):
     with running_base(whole) as base:
         with pytest.raises(SplitError, match="--downloads"):
             base.connect(privacy="download")

@@ -1,13 +1,9 @@
 """A base over ranks: each holds a part of every matrix, and clients cannot tell."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ import pcg
 import pcg.compiler as compiler
 from pcg.ranks.mesh import SINGLE_MESH
 from pcg.runtime.data.example import Example
-from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
@@ -31,11 +26,11 @@ from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.server_process import is_engine as is_spawned
 from tests.support.split_base import KEY, base_process
-from tests.support.threads import ThreadRanks, run_ranks
+from tests.support.threads import run_ranks
 from tests.support.waiting import until
 
 ROWS = [Example(one, one) for one in prompts([9, 5])]
-TRAINING: dict[str, Any] = {
+TRAINING = {
     # eps above the gradients, so that a step is as large as they are, and not their signs.
     "max_steps": 2, "batch_size": 2, "learning_rate": 1e-2, "eps": 1.0, "seed": 3,
     "progress": False,
@@ -46,7 +41,7 @@ METHODS = {
 }
 
 
-def outcome(executor: Executor) -> list[torch.Tensor]:
+def outcome(executor):
     """Logits, greedy tokens, and adapters after two steps."""
     found = [executor.logits(prompts([6])[0])]
     done = executor.generate(prompts([6, 3]), max_new_tokens=4, temperature=0)
@@ -58,16 +53,16 @@ def outcome(executor: Executor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])  # 3 divides none
-def test_what_clients_compute_is_the_same(size: int) -> None:
+def test_what_clients_compute_is_the_same(size):
     model = oracle.random_model(BY_NAME["llama3"].config(2))
     whole = compiler.compile(model, verify=False)
     expected, alone = outcome(whole), BaseExecutor(whole)
     program = compiler.compile_program(model.config.to_dict(), None, dtype="float32")
-    found: list[list[torch.Tensor]] = []
+    found = []
 
-    def serve(ranks: ThreadRanks) -> int:
+    def serve(ranks):
         source = StateDictCheckpoint(model.state_dict(), program.base_prefix)
-        shards = Shards(program, source, torch.device("cpu"), ranks)  # type: ignore[arg-type]
+        shards = Shards(program, source, torch.device("cpu"), ranks)
         if ranks.rank:
             shards.follow()
             return shards.size_bytes
@@ -105,7 +100,7 @@ def test_what_clients_compute_is_the_same(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_serve_and_name_the_one_that_dies() -> None:
+def test_two_processes_serve_and_name_the_one_that_dies():
     with base_process("0", "--tp", "2") as base:
         with pcg.connect(base.where, api_key=KEY, lost_s=0.5) as split:
             assert len(split.generate("a b", max_new_tokens=4, ignore_eos=True).token_ids) == 4
@@ -117,7 +112,7 @@ def test_two_processes_serve_and_name_the_one_that_dies() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_ends_all_ranks_in_order() -> None:
+def test_a_signal_ends_all_ranks_in_order():
     with base_process("0", "--tp", "2") as base:
         split = pcg.connect(base.where, api_key=KEY)
         base.process.send_signal(signal.SIGTERM)
@@ -128,7 +123,7 @@ def test_a_signal_ends_all_ranks_in_order() -> None:
         assert "ended: " in base.errors()
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+def ranks_of(process):
     """The processes of ranks that a launcher has started, the first rank's first."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     return sorted(

@@ -1,10 +1,7 @@
 """The searched cut: equal to the undivided executor, as predicted, and safe for the base."""
 
-from __future__ import annotations
-
 import dataclasses
 import linecache
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +12,17 @@ from pcg.explain.explain_split import explain_split
 from pcg.options import SplitLink
 from pcg.parallel.costs.own_rates import OwnRates
 from pcg.passes.placement import exact_cut
-from pcg.passes.placement.cut import StepCut
-from pcg.runtime.executor import Executor
 from pcg.runtime.training.runner import training_runner
 from pcg.split.client.connect import searched_cut
 from pcg.split.messages import VERSION, Message
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
-from tests.support.split_base import (
-    EXAMPLES,
-    KEY,
-    PROMPTS,
-    Base,
-    make_base,
-    running_base,
-    undivided,
-)
+from tests.support.split_base import EXAMPLES, KEY, PROMPTS, make_base, running_base, undivided
 
 QV = pcg.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
-def test_a_slow_base_makes_no_product_again() -> None:
+def test_a_slow_base_makes_no_product_again():
     config = BY_NAME["llama3"].config(1)
     slow = OwnRates({"f32": 2.0**30}, 2.0**33)
     counts = []
@@ -45,13 +32,12 @@ def test_a_slow_base_makes_no_product_again() -> None:
         )
         compile_program(config, {"x": QV}, backend="torch", place=place)
         (layer,) = [one.cut for one in report.layers if one.trains]
-        assert layer is not None
         repeated = [name for piece in layer.pieces for name in piece.repeated]
         counts.append(sum(name.endswith("_proj") for name in repeated))
     assert counts == [2, 0]  # gate and up
 
 
-def test_what_crosses_is_what_was_predicted() -> None:
+def test_what_crosses_is_what_was_predicted():
     config = BY_NAME["llama3"].config(2)
     whole = undivided("llama3", 2)
     predicted = explain_split(
@@ -61,17 +47,16 @@ def test_what_crosses_is_what_was_predicted() -> None:
     with running_base(whole) as base, base.connect(peft={"x": QV}, link="lan") as split:
         assert all(one.cut is not None for one in split.cut.layers)
         layer = split.cut.layers[-1].cut
-        assert layer is not None
         assert layer.costs.round_trips < layer.fixed.round_trips
         runner = training_runner(split.state, split.state.adapter("x"))
 
-        def step() -> None:
+        def step():
             runner.forward_backward([example], 8)
 
-        def prefill() -> None:
+        def prefill():
             split.logits(list(example.ids), adapter="x")
 
-        def crossed(run: Any) -> tuple[int, int, int]:
+        def crossed(run):
             run()  # the base is told its graphs
             before = dataclasses.replace(split.caller.moved)
             run()
@@ -88,7 +73,7 @@ def test_what_crosses_is_what_was_predicted() -> None:
         assert predicted.steps["training"].costs.round_trips == (2 * 2 + 1) + (1 + 2 + 1)
 
 
-def costs(step: StepCut, tokens: int, rows: int) -> tuple[int, int, int]:
+def costs(step, tokens, rows):
     """Round trips and bytes of a step, whose last graph has so many rows."""
     assert step.tokens == tokens
     trips, sent, received = 0, 0, 0
@@ -100,9 +85,7 @@ def costs(step: StepCut, tokens: int, rows: int) -> tuple[int, int, int]:
     return trips, sent, received
 
 
-def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(
-    whole: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(whole, monkeypatch):
     monkeypatch.setattr(exact_cut, "MOST_STATES", 1)
     with running_base(whole) as base, base.connect(link="lan") as split:
         assert "linear cut, as a graph of 16 nodes" in str(split.cut)
@@ -112,14 +95,14 @@ def test_a_cut_that_cannot_be_searched_is_linear_and_says_why(
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-def test_noise_leaves_linear_operators_alone_to_the_base(whole: Executor) -> None:
+def test_noise_leaves_linear_operators_alone_to_the_base(whole):
     with running_base(whole) as base, base.connect(privacy="base") as split:
         assert str(split.cut) == "linear cut: noise hides linear operators alone"
         split.logits(PROMPTS[0])
         assert len(base.loop.base.graphs) == 0
 
 
-def test_a_base_that_forgot_its_graphs_is_told_again(whole: Executor) -> None:
+def test_a_base_that_forgot_its_graphs_is_told_again(whole):
     with running_base(whole) as base, base.connect(link="lan") as split:
         expected = split.logits(PROMPTS[0])
         graphs = base.loop.base.graphs
@@ -145,24 +128,24 @@ GOOD = f"""graph @piece(%v0: f32[T, 64]) {{
 
 
 @pytest.fixture
-def base(whole: Executor) -> Base:
+def base(whole):
     """A base of its own for each test: a graph that is refused makes its key wait."""
     return make_base(whole)
 
 
-def joined(base: Base) -> tuple[bytes, Any]:
+def joined(base):
     client, replies = base.endpoint.join()
     hello = Message("hello", 1, {"version": VERSION, "key": KEY})
     assert ask(base, (client, replies), hello).op == "reply"
     return client, replies
 
 
-def ask(base: Base, client: tuple[bytes, Any], message: Message) -> Message:
+def ask(base, client, message):
     assert isinstance(base.endpoint, InProcessEndpoint)
     base.endpoint.ask(client[0], message)
     while client[1].empty():
         base.loop.step(0.0)
-    reply: Message = client[1].get(timeout=60)
+    reply = client[1].get(timeout=60)
     return reply
 
 
@@ -209,7 +192,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_graph_that_may_not_run_is_refused(base: Base, name: str) -> None:
+def test_a_graph_that_may_not_run_is_refused(base, name):
     old, new, message = HOSTILE[name]
     text = GOOD.replace(old, new)
     assert text != GOOD
@@ -234,23 +217,21 @@ def test_a_graph_that_may_not_run_is_refused(base: Base, name: str) -> None:
         ((torch.ones(2, 64),), 7, "model.layers.7.self_attn.q_proj.weight' is no weight"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(
-    base: Base, tensors: tuple[torch.Tensor, ...], layer: int, message: str
-) -> None:
+def test_inputs_that_do_not_fit_are_refused(base, tensors, layer, message):
     client = joined(base)
     digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
     reply = ask(base, client, Message("run", 3, {"piece": f"graph:{digest}@{layer}"}, tensors))
     assert message in reply.fields["error"]
 
 
-def test_a_graph_is_of_those_who_defined_it(base: Base) -> None:
+def test_a_graph_is_of_those_who_defined_it(base):
     owner, other = joined(base), joined(base)
     digest = ask(base, owner, Message("define", 2, {"text": GOOD})).fields["digest"]
     run = Message("run", 3, {"piece": f"graph:{digest}@0"}, (torch.ones(2, SIZE),))
     assert "was not defined" in ask(base, other, run).fields["error"]
 
 
-def test_graphs_of_clients_that_left_leave_nothing_behind(base: Base) -> None:
+def test_graphs_of_clients_that_left_leave_nothing_behind(base):
     before = len(base.loop.base.graphs), len(linecache.cache)
     for number in range(3):
         client = joined(base)
@@ -261,7 +242,7 @@ def test_graphs_of_clients_that_left_leave_nothing_behind(base: Base) -> None:
     assert (len(base.loop.base.graphs), len(linecache.cache)) == before
 
 
-def test_memory_of_a_request_is_bounded(whole: Executor) -> None:
+def test_memory_of_a_request_is_bounded(whole):
     base = make_base(whole, max_piece_mib=1)
     client = joined(base)
     digest = ask(base, client, Message("define", 2, {"text": GOOD})).fields["digest"]
@@ -274,7 +255,7 @@ def test_memory_of_a_request_is_bounded(whole: Executor) -> None:
     assert f"send {fits:,} tokens at most" in reply.fields["error"]
 
 
-def test_one_graph_of_several_clients_is_one_batch(base: Base) -> None:
+def test_one_graph_of_several_clients_is_one_batch(base):
     clients = [joined(base) for _ in range(3)]
     before = dataclasses.replace(base.loop.counts)
     x = [torch.randn(2 + n, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3)]

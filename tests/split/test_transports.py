@@ -1,20 +1,15 @@
 """Clients and a base in processes of their own, over each real transport."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 import pcg
 from pcg.errors import BaseLostError, SplitError
-from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
@@ -24,12 +19,12 @@ from pcg.split.shared_memory import SharedMemory
 from pcg.split.zeromq import ZeroMqEndpoint, transport_to
 from tests.support import oracle, serving
 from tests.support.prompts import TOLERANCE
-from tests.support.split_base import KEY, BaseProcess, base_process
+from tests.support.split_base import KEY, base_process, listening_base
 from tests.support.text_model import ROWS
 from tests.support.waiting import until
 
 pytest.importorskip("zmq")
-JOB: dict[str, Any] = {"adapter": "x", "max_steps": 4, "batch_size": 2, "learning_rate": 1e-2}
+JOB = {"adapter": "x", "max_steps": 4, "batch_size": 2, "learning_rate": 1e-2}
 LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
 STAYS = """
 import sys, time
@@ -46,13 +41,13 @@ time.sleep(600)
 
 
 @pytest.fixture(scope="module")
-def base() -> Iterator[BaseProcess]:
+def base():
     with base_process() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def whole() -> Executor:
+def whole():
     executor = pcg.compile(serving.model_directory(), peft={"x": LORA})
     executor.finetune(ROWS, **JOB)
     return executor
@@ -61,9 +56,7 @@ def whole() -> Executor:
 @pytest.mark.parametrize(
     "transport", [pytest.param("tcp", marks=pytest.mark.slow), "shared-memory"]
 )
-def test_a_client_generates_and_finetunes_as_the_undivided_executor(
-    base: BaseProcess, whole: Executor, transport: Any
-) -> None:
+def test_a_client_generates_and_finetunes_as_the_undivided_executor(base, whole, transport):
     with connect(base.where, api_key=KEY, transport=transport, peft={"x": LORA}) as split:
         split.finetune(ROWS, **JOB)
         pairs = zip(split.adapters["x"].tensors, whole.adapters["x"].tensors, strict=True)
@@ -79,12 +72,11 @@ def test_a_client_generates_and_finetunes_as_the_undivided_executor(
 @pytest.mark.parametrize(
     "transport", ["tcp", pytest.param("shared-memory", marks=pytest.mark.slow)]
 )
-def test_a_killed_client_is_forgotten(base: BaseProcess, transport: str) -> None:
+def test_a_killed_client_is_forgotten(base, transport):
     command = [sys.executable, "-c", STAYS, base.where, transport, KEY]
     caller = Caller(transport_to(base.where, "tcp"), {"key": KEY}, connect_s=60)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         try:
-            assert child.stdout is not None
             assert child.stdout.readline() == b"here\n"
             assert caller.call("stats").fields["clients"] == 2
             child.kill()
@@ -96,37 +88,21 @@ def test_a_killed_client_is_forgotten(base: BaseProcess, transport: str) -> None
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
-def test_a_call_is_made_again_at_a_base_that_is_new(whole: Executor, transport: str) -> None:
-    def serve(port: int) -> tuple[BaseLoop, threading.Thread]:
-        endpoint = ZeroMqEndpoint("127.0.0.1", port, 2**24)
-        loop = BaseLoop(BaseExecutor(whole), endpoint, BaseOptions(api_key=(KEY,)))
-
-        def run() -> None:
-            loop.run()
-            endpoint.close()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return loop, thread
-
-    first, thread = serve(0)
-    where = first.endpoint.where
-    caller = Caller(transport_to(where, transport), {"key": KEY}, connect_s=60, lost_s=120)
-    name = next(iter(first.base.multiplied))
-    weight = first.base.multiplied[name]
-    x = torch.randn(3, weight.shape[1])
-    for _ in range(2):
-        (y,) = caller.call("run", (x,), piece=f"linear:{name}").tensors
-        assert torch.allclose(y, x @ weight.t(), atol=1e-5)
-        first.stop()
-        thread.join(60)
-        first, thread = serve(int(where.rpartition(":")[2]))
-    caller.close()
-    first.stop()
-    thread.join(60)
+def test_a_call_is_made_again_at_a_base_that_is_new(whole, transport):
+    with listening_base(whole) as where:
+        caller = Caller(transport_to(where, transport), {"key": KEY}, connect_s=60, lost_s=120)
+        name, (_, width) = next(iter(caller.facts.pieces.items()))
+        x = torch.randn(3, width)
+        (first,) = caller.call("run", (x,), piece=f"linear:{name}").tensors
+        weight = BaseExecutor(whole).multiplied[name]
+        assert torch.allclose(first, x @ weight.t(), atol=1e-5)
+    with listening_base(whole, port=int(where.rpartition(":")[2])):
+        (again,) = caller.call("run", (x,), piece=f"linear:{name}").tensors
+        assert torch.equal(again, first)
+        caller.close()
 
 
-def test_a_client_says_that_no_base_is_there() -> None:
+def test_a_client_says_that_no_base_is_there():
     with pytest.raises(BaseLostError, match="no base executor answers at"):
         connect("127.0.0.1:9", connect_s=0.1)
     for where in (
@@ -139,7 +115,7 @@ def test_a_client_says_that_no_base_is_there() -> None:
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_a_base_listens_at_ipv6(whole: Executor, host: str) -> None:
+def test_a_base_listens_at_ipv6(whole, host):
     try:
         endpoint = ZeroMqEndpoint(host, 0, 2**20)
     except SplitError as error:
@@ -159,7 +135,7 @@ def test_a_base_listens_at_ipv6(whole: Executor, host: str) -> None:
         endpoint.close()
 
 
-def test_shared_memory_goes_both_ways_and_has_bounds() -> None:
+def test_shared_memory_goes_both_ways_and_has_bounds():
     own = SharedMemory.make(2**20)
     other = SharedMemory.attach(os.getpid(), own.descriptor, 2**20)
     x = torch.randn(3, 5).to(torch.bfloat16)
@@ -168,7 +144,7 @@ def test_shared_memory_goes_both_ways_and_has_bounds() -> None:
     assert own.put((torch.zeros(2**20),), is_reply=True) is None
     for at in (-64, 3, 2**19, 2**19 - 8, "0", 2**70):
         with pytest.raises(pcg.PcgError, match="not in the shared memory"):
-            own.view(at, torch.float32, (16,), is_reply=False)  # type: ignore[arg-type]
+            own.view(at, torch.float32, (16,), is_reply=False)
     with pytest.raises(OSError, match=r"[Oo]peration not permitted"):
         os.ftruncate(other.descriptor, 0)
     own.close()

@@ -92,12 +92,18 @@ def running_layers(family: str, layers: int, held: str) -> Iterator[Base]:
 
 
 @contextmanager
-def listening_base(executor: Executor, **options: Any) -> Iterator[str]:
-    """A base that real transports reach, at any port by default; yields its address."""
+def listening_base(
+    executor: Executor, files: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[str]:
+    """A base that real transports reach, at any port by default; yields its address.
+
+    Args:
+        files: of the tokenizer, which clients are sent.
+    """
     given = BaseOptions(**{"api_key": (KEY,), "port": 0, **options})
     endpoint = ZeroMqEndpoint("127.0.0.1", given.port, 2**26, given.curve)
     try:
-        with _running(BaseLoop(BaseExecutor(executor), endpoint, given)):
+        with _running(BaseLoop(BaseExecutor(executor), endpoint, given, files)):
             yield endpoint.where
     finally:
         endpoint.close()

@@ -1,35 +1,33 @@
-"""kill -9 of a client at any moment: all of it is freed, and nobody else's results change."""
-
-from __future__ import annotations
+"""kill -9 of a base or a client at any moment: nothing is lost, left, or computed otherwise."""
 
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import equal
 
 import pcg
+from pcg.errors import BaseLostError
 from pcg.runtime.data.example import Example
-from pcg.runtime.executor import Executor
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
 from pcg.split.base.options import BaseOptions
-from pcg.split.client.connect import SplitExecutor, connect
-from pcg.split.messages import GRADIENT, Piece
+from pcg.split.client.connect import connect
+from pcg.split.client.noise import Privacy
+from pcg.split.messages import GRADIENT
 from pcg.split.zeromq import ZeroMqEndpoint
 from tests.support import serving
-from tests.support.split_base import KEY
+from tests.support.split_base import KEY, base_process
+from tests.support.text_model import ROWS as TEXT_ROWS
 from tests.support.waiting import until
 
 pytest.importorskip("zmq")
 ROWS = [Example(one, one) for one in ([3, 4, 5, 6, 7, 8], [9, 3, 5])]
-JOB: dict[str, Any] = {"adapter": "x", "max_steps": 2, "batch_size": 2, "learning_rate": 1e-2}
+JOB = {"adapter": "x", "max_steps": 2, "batch_size": 2, "learning_rate": 1e-2}
 LORA = pcg.LoraConfig(r=4, target_modules="all-linear")
 CHILD = """
 import sys, time
@@ -62,19 +60,19 @@ class Held:
         ran: the pieces that it was asked for, and their tokens.
     """
 
-    def __init__(self, whole: Executor) -> None:
+    def __init__(self, whole):
         self.endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**26)
         base = BaseExecutor(whole)
         self.loop = BaseLoop(base, self.endpoint, BaseOptions(api_key=(KEY,)))
         self.gate, self.entered = threading.Event(), threading.Event()
-        self.ran: list[tuple[Piece, int]] = []
-        self.holds: Callable[[Piece, int], bool] = lambda _, tokens: False
+        self.ran = []
+        self.holds = lambda _, tokens: False
         self._run = base.run
-        base.run = self.run  # type: ignore[method-assign]
+        base.run = self.run
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
 
-    def run(self, piece: Piece, inputs: Sequence[Tensor]) -> Any:
+    def run(self, piece, inputs):
         tokens = len(inputs[0])
         self.ran.append((piece, tokens))
         if self.holds(piece, tokens):
@@ -82,7 +80,7 @@ class Held:
             assert self.gate.wait(120)
         return self._run(piece, inputs)
 
-    def close(self) -> None:
+    def close(self):
         self.gate.set()
         self.loop.stop()
         self.thread.join(60)
@@ -90,19 +88,19 @@ class Held:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Executor:
+def whole():
     return pcg.compile(serving.model_directory(), peft={"x": LORA})
 
 
 @pytest.fixture
-def held(whole: Executor) -> Iterator[Held]:
+def held(whole):
     base = Held(whole)
     yield base
     base.close()
 
 
 @contextmanager
-def killed(held: Held, what: str, transport: str, piece: str) -> Iterator[Callable[[], None]]:
+def killed(held, what, transport, piece):
     """A process that does something to a base; yields what kills it."""
     width = held.loop.base.multiplied[piece.partition(":")[2]].shape[1]
     where = held.endpoint.where
@@ -110,7 +108,7 @@ def killed(held: Held, what: str, transport: str, piece: str) -> Iterator[Callab
     command = [sys.executable, "-c", CHILD, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
 
-        def kill() -> None:
+        def kill():
             child.kill()
             child.wait(30)
 
@@ -120,7 +118,7 @@ def killed(held: Held, what: str, transport: str, piece: str) -> Iterator[Callab
             kill()
 
 
-def results(client: SplitExecutor) -> tuple[Any, list[Tensor]]:
+def results(client):
     """Greedy tokens, and an adapter that is trained anew."""
     done = client.generate([[5, 6, 7], [8, 9]], max_new_tokens=4, temperature=0)
     client.state.remove_adapter("x")
@@ -129,7 +127,7 @@ def results(client: SplitExecutor) -> tuple[Any, list[Tensor]]:
     return [one.token_ids for one in done], [one.clone() for one in client.adapters["x"].tensors]
 
 
-def descriptors() -> int:
+def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -145,9 +143,7 @@ STATES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
 @pytest.mark.parametrize("state", STATES)
-def test_nothing_of_a_killed_client_is_left(
-    held: Held, caplog: pytest.LogCaptureFixture, state: str, transport: Any
-) -> None:
+def test_nothing_of_a_killed_client_is_left(held, caplog, state, transport):
     caplog.set_level("INFO", "pcg.split")
     what, holds = STATES[state]
     piece = f"linear:{next(iter(held.loop.base.multiplied))}"
@@ -159,7 +155,7 @@ def test_nothing_of_a_killed_client_is_left(
             if state == "in the queue":
                 # The other's product is held while the child's request comes.
                 held.holds = holds
-                found: list[Any] = []
+                found = []
                 other = threading.Thread(target=lambda: found.append(results(client)))
                 other.start()
                 until(held.entered.is_set)
@@ -184,3 +180,65 @@ def test_nothing_of_a_killed_client_is_left(
         assert held.loop.waiting == 0
         until(lambda: descriptors() <= before)
         assert "is gone" in caplog.text
+
+
+pytest.importorskip("zmq")
+LONG_JOB = {"adapter": "x", "max_steps": 4, "batch_size": 2, "learning_rate": 1e-2}
+TOKENS = {"max_new_tokens": 8, "temperature": 0}
+
+
+def sampled(client):
+    """An adapter that is trained anew, and greedy tokens by it."""
+    client.state.remove_adapter("x")
+    client.add_adapter("x", LORA, seed=3)
+    client.finetune(TEXT_ROWS, **LONG_JOB)
+    done = client.generate("Hello, how", "x", **TOKENS)
+    return done.token_ids, [one.clone() for one in client.adapters["x"].tensors]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "shared-memory"])
+def test_steps_and_tokens_repeat_exactly_at_a_base_that_is_new(transport):
+    """The base is killed early and late in forward, in backward, and while tokens are decoded."""
+    with base_process() as base:
+        port = base.where.rpartition(":")[2]
+        options = {"api_key": KEY, "transport": transport, "peft": {"x": LORA}}
+        client = connect(base.where, lost_s=240, **options)
+        calls = client.caller.moved.calls
+        tokens, trained = sampled(client)
+        calls = client.caller.moved.calls - calls
+        found = []
+        thread = threading.Thread(target=lambda: found.append(sampled(client)))
+        begun = client.caller.moved.calls
+        thread.start()
+        until(lambda: client.caller.moved.calls > begun + calls // 8, 120)
+        base.process.kill()
+        base.process.wait(30)
+    for share in (0.4, 0.9):
+        with base_process(port) as base:
+            reached = begun + int(share * calls)
+            until(lambda: client.caller.moved.calls > reached or not thread.is_alive(), 240)  # noqa: B023
+            assert thread.is_alive()
+    with base_process(port), client:
+        thread.join(240)
+        assert not thread.is_alive()
+        assert found[0][0] == tokens
+        assert all(map(equal, found[0][1], trained))
+
+
+@pytest.mark.slow
+def test_a_base_that_stays_away_is_said_to_be_gone():
+    with base_process() as base:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        privacy = Privacy("base", pool=8, uses=100)
+        client = connect(base.where, api_key=KEY, peft={"x": LORA}, privacy=privacy, lost_s=0.5)
+        assert client.generate("Hello", "x", **TOKENS).token_ids
+        base.process.kill()
+        base.process.wait(30)
+        where = base.where
+        with pytest.raises(BaseLostError, match=rf"is gone, and none answers at {where} within"):
+            client.generate("Hello", "x", **TOKENS)
+        with pytest.raises(BaseLostError, match="is gone"):
+            client.finetune(TEXT_ROWS, **LONG_JOB)
+        client.close()
+        until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
