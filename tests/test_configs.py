@@ -7,7 +7,6 @@ width, heads, vocabulary), and `PUBLISHED_BILLIONS` is what the model card or pa
 """
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -56,19 +55,31 @@ PUBLISHED_BILLIONS = {
 }
 
 
-def build(config: dict[str, Any]) -> torch.nn.Module:
+def build(config):
     """Build the model that transformers makes of a config.json, on the meta device."""
     rest = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest))
 
 
-def test_the_table_is_complete() -> None:
+def test_the_table_is_complete():
     assert set(PARAMETERS) == set(source.shipped())
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name: str) -> None:
+QUICK = {
+    "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "bigcode/starcoder", "facebook/opt-6.7b",
+    "tiiuae/falcon-7b", "huggyllama/llama-7b", "meta-llama/Llama-3.1-8B",
+    "mistralai/Mistral-7B-v0.1", "mistralai/Mixtral-8x7B-v0.1", "mosaicml/mpt-7b",
+    "openai-community/gpt2-xl",
+}  # fmt: skip
+"""One of each architecture that is quickly built; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PARAMETERS],
+)
+def test_parameter_count(name):
     config = source.resolve(name).config
     model = build(config)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -79,7 +90,7 @@ def test_parameter_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_config_survives_transformers(name: str) -> None:
+def test_config_survives_transformers(name):
     """No field is misspelt: transformers gives back what the file says."""
     written = source.resolve(name).config
     rest = {key: value for key, value in written.items() if key != "model_type"}

@@ -4,15 +4,10 @@ One part of a good file is replaced, removed or added, or its bytes are damaged;
 the door that reads such files. What a door accepts is read as it is in a run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +25,6 @@ from pcg.peft.adapter_files import read_adapter
 from pcg.runtime.data.dataset import ReadOptions
 from pcg.runtime.data.example import ModelSizes
 from pcg.runtime.data.sources import gather
-from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
 from pcg.simulate.workload import Workload, read_public_trace
@@ -42,19 +36,19 @@ from tests.support.text_model import CHATS, ROWS, save_text_model
 
 SIZES, LONG = ModelSizes(512, 64), ModelSizes(512, None)
 ANY = ReadOptions()
-FUZZ = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-LONG_FUZZ = settings(FUZZ, max_examples=12)
+FUZZ = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LONG_FUZZ = settings(FUZZ, max_examples=6)
 
 
 @contextlib.contextmanager
-def only_ours() -> Iterator[None]:
+def only_ours():
     """Let a PcgError be what comes of it."""
     with contextlib.suppress(PcgError):
         yield
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory):
     """A model, an adapter, a program and a job's checkpoints."""
     directory = tmp_path_factory.mktemp("good")
     save_text_model(directory / "model")
@@ -72,7 +66,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Path]:
+def trained(tmp_path_factory):
     executor = compiler.compile(make_model(), None)
     directory = tmp_path_factory.mktemp("job")
     job(executor, directory, max_steps=4, epochs=None, data=examples(10))
@@ -80,11 +74,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Path]:
     return executor, directory
 
 
-def document(path: Path) -> Any:
+def document(path):
     return json.loads(path.read_text())
 
 
-def copied(source: Path, tmp_path: Path) -> Path:
+def copied(source, tmp_path):
     target = tmp_path / source.name
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
@@ -96,7 +90,7 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 @FUZZ
 @given(st.data())
-def test_configurations(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_configurations(good, tmp_path, data):
     (tmp_path / "config.json").write_text(
         text_of(data.draw(mangled(document(good / "model" / "config.json"))))
     )
@@ -107,7 +101,7 @@ def test_configurations(good: Path, tmp_path: Path, data: st.DataObject) -> None
 @FUZZ
 @given(st.data())
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_tokenizers(good: Path, tmp_path: Path, file: str, data: st.DataObject) -> None:
+def test_tokenizers(good, tmp_path, file, data):
     model = copied(good / "model", tmp_path)
     (model / file).write_text(text_of(data.draw(mangled(document(model / file)))))
     with only_ours():
@@ -118,7 +112,7 @@ def test_tokenizers(good: Path, tmp_path: Path, file: str, data: st.DataObject) 
 @FUZZ
 @given(st.data())
 @pytest.mark.parametrize("file", ["model/model.safetensors", "adapter/adapter_model.safetensors"])
-def test_tensors(good: Path, tmp_path: Path, file: str, data: st.DataObject) -> None:
+def test_tensors(good, tmp_path, file, data):
     source = good / file
     place = copied(source.parent, tmp_path)
     content = source.read_bytes()
@@ -136,7 +130,7 @@ def test_tensors(good: Path, tmp_path: Path, file: str, data: st.DataObject) -> 
 
 @FUZZ
 @given(st.data())
-def test_adapters(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_adapters(good, tmp_path, data):
     adapter = copied(good / "adapter", tmp_path)
     config = document(adapter / "adapter_config.json")
     (adapter / "adapter_config.json").write_text(text_of(data.draw(mangled(config))))
@@ -147,7 +141,7 @@ def test_adapters(good: Path, tmp_path: Path, data: st.DataObject) -> None:
 
 @FUZZ
 @given(st.data())
-def test_recipes(trained: tuple[Executor, Path], good: Path, data: st.DataObject) -> None:
+def test_recipes(trained, good, data):
     config = document(good / "adapter" / "adapter_config.json")
     executor, _ = trained
     with only_ours():
@@ -160,7 +154,7 @@ def test_recipes(trained: tuple[Executor, Path], good: Path, data: st.DataObject
 @LONG_FUZZ
 @given(st.data())
 @pytest.mark.parametrize("file", ["plan.json", "config.json", "manifest.json"])
-def test_programs(good: Path, tmp_path: Path, file: str, data: st.DataObject) -> None:
+def test_programs(good, tmp_path, file, data):
     """With the manifest's hash of what the file now is."""
     program = copied(good / "program", tmp_path)
     content = text_of(data.draw(mangled(document(program / file)))).encode()
@@ -181,7 +175,7 @@ def test_programs(good: Path, tmp_path: Path, file: str, data: st.DataObject) ->
 @FUZZ
 @given(st.data())
 @pytest.mark.parametrize("rows", [ROWS, CHATS], ids=["texts", "chats"])
-def test_rows(good: Path, tmp_path: Path, rows: list[Any], data: st.DataObject) -> None:
+def test_rows(good, tmp_path, rows, data):
     tokenizer, found = Tokenizer.load(good / "model"), data.draw(mangled(rows))
     path = tmp_path / "train.jsonl"
     path.write_text("".join(text_of(row) + "\n" for row in found))
@@ -192,9 +186,7 @@ def test_rows(good: Path, tmp_path: Path, rows: list[Any], data: st.DataObject) 
 
 @FUZZ
 @given(st.data())
-def test_states_of_jobs(
-    trained: tuple[Executor, Path], tmp_path: Path, data: st.DataObject
-) -> None:
+def test_states_of_jobs(trained, tmp_path, data):
     executor, source = trained
     directory = copied(source, tmp_path)
     state = directory / (directory / "latest").read_text().strip() / "trainer_state.json"
@@ -208,9 +200,7 @@ def test_states_of_jobs(
 
 @pytest.mark.parametrize("what", ["optimizer", "adapter_model"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_job_does_not_go_on_from_what_is_not_finite(
-    trained: tuple[Executor, Path], tmp_path: Path, what: str, value: float
-) -> None:
+def test_a_job_does_not_go_on_from_what_is_not_finite(trained, tmp_path, what, value):
     executor, source = trained
     directory = copied(source, tmp_path)
     file = directory / (directory / "latest").read_text().strip() / f"{what}.safetensors"
@@ -232,7 +222,7 @@ def test_a_job_does_not_go_on_from_what_is_not_finite(
 
 @FUZZ
 @given(st.data())
-def test_profiles_and_traces(tmp_path: Path, data: st.DataObject) -> None:
+def test_profiles_and_traces(tmp_path, data):
     profile = {
         "format": 1, "device": "CPU", "versions": {}, "backend": "gloo", "exchanges": [],
         "points": [{"op": "linear", "seconds": 1.0}],
@@ -248,7 +238,7 @@ def test_profiles_and_traces(tmp_path: Path, data: st.DataObject) -> None:
 
 # ------------------------------------------------------------------------------- names and paths
 
-DOORS: dict[str, Callable[[Executor, str], object]] = {
+DOORS = {
     "resolve": lambda _, path: resolve(path),
     "compile": lambda _, path: compiler.compile(path),
     "load": lambda _, path: compiler.load(path),
@@ -269,7 +259,7 @@ DOORS: dict[str, Callable[[Executor, str], object]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("path", PATHS, ids=["long", "deep", "half", "zero", "device"])
-def test_paths(trained: tuple[Executor, Path], door: str, path: str) -> None:
+def test_paths(trained, door, path):
     executor, _ = trained
     executor.add_adapter("mine", "lora")
     try:
@@ -282,11 +272,11 @@ def test_paths(trained: tuple[Executor, Path], door: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("content", [NESTED, f'{{"a": {DIGITS}}}', '{"a": 1', "[]", "\ufffd", ""])
-def test_json_that_is_none(good: Path, tmp_path: Path, content: str) -> None:
+def test_json_that_is_none(good, tmp_path, content):
     for name in ("config.json", "adapter_config.json", "manifest.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(content)
     shutil.copy(good / "model" / "tokenizer.json", tmp_path)
-    doors: list[Callable[[], object]] = [
+    doors = [
         lambda: resolve(tmp_path / "config.json"),
         lambda: read_adapter(tmp_path, "a"),
         lambda: compiler.load(tmp_path),
@@ -298,12 +288,12 @@ def test_json_that_is_none(good: Path, tmp_path: Path, content: str) -> None:
             door()
 
 
-def test_a_long_word_is_no_file(good: Path) -> None:
+def test_a_long_word_is_no_file(good):
     found = load_here(Tokenizer.load(good / "model"), gather(["a" * 300 + ".b"]), ANY, LONG)
     assert len(found) == 1
 
 
-def test_half_a_character_in_a_prompt(good: Path) -> None:
+def test_half_a_character_in_a_prompt(good):
     executor = compiler.compile(good / "model")
     with pytest.raises(GenerationError, match=r"lone surrogate, U\+D800, at character 5"):
         executor.generate("half \ud800", max_new_tokens=1)

@@ -21,7 +21,7 @@ COUNT = 20
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, list[dict[str, str]]]:
+def rows():
     sys.path.insert(0, str(EXAMPLES))
     try:
         from signature_tasks import examples
@@ -30,7 +30,7 @@ def rows() -> dict[str, list[dict[str, str]]]:
     return {name: examples(name, COUNT, held_out=True) for name in NAMES}
 
 
-def test_shipped_adapters_answer_held_out_signatures(rows: dict[str, list[dict[str, str]]]) -> None:
+def test_shipped_adapters_answer_held_out_signatures(rows):
     paths = {name: EXAMPLES / "adapters" / name for name in NAMES}
     executor = pcg.compile(EXAMPLES / "checkpoint", paths, dtype="float32")
     asked = [(name, row) for name in NAMES for row in rows[name]]
@@ -45,8 +45,8 @@ def test_shipped_adapters_answer_held_out_signatures(rows: dict[str, list[dict[s
 
 # peft warns of AdaLoRA's own pattern of ranks, which has keys of another form than LoRA's.
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")
-@pytest.mark.parametrize("name", NAMES)
-def test_peft_answers_the_same(name: str, rows: dict[str, list[dict[str, str]]]) -> None:
+@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.slow)])
+def test_peft_answers_the_same(name, rows):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(EXAMPLES / "checkpoint")
     model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "checkpoint", dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(model, EXAMPLES / "adapters" / name)
@@ -62,7 +62,7 @@ def test_peft_answers_the_same(name: str, rows: dict[str, list[dict[str, str]]])
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
-def test_loops_train(name: str) -> None:
+def test_loops_train(name):
     train = runpy.run_path(str(EXAMPLES / f"loops/{name}.py"))["train"]
     executor = pcg.compile(EXAMPLES / "checkpoint", dtype="float32")
     trained = train(executor, 3)
@@ -77,7 +77,7 @@ def test_loops_train(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_clients_of_one_base_finetune_and_generate() -> None:
+def test_two_clients_of_one_base_finetune_and_generate():
     command = [sys.executable, str(EXAMPLES / "split_client.py"), "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     for task in ("typed", "docstring"):

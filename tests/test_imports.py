@@ -3,15 +3,13 @@
 Which packages may import which is in pyproject.toml, for import-linter.
 """
 
-from __future__ import annotations
-
 import grimp
 import networkx
 import pytest
 
 
 @pytest.fixture(scope="module")
-def imports() -> networkx.DiGraph:
+def imports():
     """Every import of one of our modules by another, wherever it stands in the file."""
     graph = grimp.build_graph("pcg", "pcg_cli", cache_dir=None)
     edges = networkx.DiGraph()
@@ -22,7 +20,7 @@ def imports() -> networkx.DiGraph:
     return edges
 
 
-def test_no_module_imports_itself_by_others(imports: networkx.DiGraph) -> None:
+def test_no_module_imports_itself_by_others(imports):
     circles = [
         networkx.find_cycle(imports.subgraph(modules))
         for modules in networkx.strongly_connected_components(imports)
@@ -32,7 +30,7 @@ def test_no_module_imports_itself_by_others(imports: networkx.DiGraph) -> None:
     assert shown == []
 
 
-def test_no_module_is_left_alone(imports: networkx.DiGraph) -> None:
+def test_no_module_is_left_alone(imports):
     """What nothing imports is a package's root or an entry point."""
     entries = {"pcg", "pcg_cli", "pcg_cli.__main__"}
     entries |= {"pcg.kernels.triton.ops"}  # which emitted programs call
@@ -43,7 +41,7 @@ def test_no_module_is_left_alone(imports: networkx.DiGraph) -> None:
     assert alone - packages == set()
 
 
-def test_groups_of_processes_stand_on_graphs_and_errors_alone(imports: networkx.DiGraph) -> None:
+def test_groups_of_processes_stand_on_graphs_and_errors_alone(imports):
     room = "pcg.ranks"
     below = (f"{room}.", "pcg.ir.", "pcg.errors", "pcg.version")
     for importer, imported in imports.edges:

@@ -5,31 +5,24 @@ nothing to do with the one that has made it. So after each scene of one process,
 of work follow each other, no object has one but those that are listed here with a reason.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pcg
 from pcg.kernels.torch import base_operators
 from pcg.runtime.data.example import Example
-from pcg.runtime.executor import Executor
 from pcg.split import zeromq
 from tests.support import serving
 from tests.support.live_tensors import new_tensors
 from tests.support.split_base import KEY, listening_base
 
 TARGETS = ["q_proj", "down_proj"]
-RECIPES: Mapping[str, Mapping[str, Any]] = {
+RECIPES = {
     "lora": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
     "dora": {"peft_type": "LORA", "r": 4, "target_modules": TARGETS, "use_dora": True},
     "ia3": {"peft_type": "IA3", "target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
@@ -42,27 +35,27 @@ PROMPTS = [[3, 4, 5, 6] * 8, [7, 8, 9]]
 LONG = [list(range(3, 120))] * 3
 """More than the memory that a client and its base share at first."""
 ROWS = [Example(one, one) for one in (list(range(3, 40)), [9, 3, 5])]
-JOB: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-2}
+JOB = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-2}
 
 
-def listed() -> list[object]:
+def listed():
     """The tensors that may outlive the mode, each with its reason."""
     return [
         # It stands for the very `sin` that it was made of, and no other step has that.
-        *([] if base_operators._last_signed is None else base_operators._last_signed),
+        *([] if base_operators._last_signed is None else base_operators._last_signed)
     ]
 
 
-def locals_of_threads() -> Iterator[object]:
+def locals_of_threads():
     """What functions that run now have in variables."""
     for top in sys._current_frames().values():
-        frame: FrameType | None = top
+        frame = top
         while frame is not None:
             yield from frame.f_locals.values()
             frame = frame.f_back
 
 
-def outliving(tensors: list[Tensor]) -> list[str]:
+def outliving(tensors):
     """Tensors of inference mode that some object has, and what has them."""
     known = set(map(id, chain(listed(), locals_of_threads())))
     found = [one for one in tensors if one.is_inference() and id(one) not in known]
@@ -71,7 +64,7 @@ def outliving(tensors: list[Tensor]) -> list[str]:
     return [f"{tuple(one.shape)} of {' of '.join(holders(one))}" for one in found]
 
 
-def holders(tensor: object) -> Iterator[str]:
+def holders(tensor):
     """The objects on one way from a tensor up to something that has a name."""
     seen = {id(tensor)}
     for _ in range(6):
@@ -86,18 +79,16 @@ def holders(tensor: object) -> Iterator[str]:
 
 
 @pytest.fixture
-def check() -> Iterator[Callable[[str], None]]:
+def check():
     with new_tensors() as live:
 
-        def look(scene: str) -> None:
+        def look(scene):
             assert outliving(live()) == [], scene
 
         yield look
 
 
-def tried(
-    executor: Executor, check: Callable[[str], None], where: str, recipes: Iterable[str] = RECIPES
-) -> None:
+def tried(executor, check, where, recipes=RECIPES):
     """Each recipe is served first, and then trained with what serving has left."""
     for name in recipes:
         executor.add_adapter(name, RECIPES[name], seed=1)
@@ -109,7 +100,7 @@ def tried(
         executor.remove_adapter(name)
 
 
-def test_a_planted_tensor_is_found() -> None:
+def test_a_planted_tensor_is_found():
     with new_tensors() as live:
         kept = Example((1,), (1,)), {"planted": torch.ones(1)}
         assert outliving(live()) == []
@@ -119,7 +110,7 @@ def test_a_planted_tensor_is_found() -> None:
         assert found.startswith("(3,) of ")
 
 
-def test_an_engine_keeps_none(check: Callable[[str], None], tmp_path: Path) -> None:
+def test_an_engine_keeps_none(check, tmp_path):
     executor = serving.make_executor(adapters=2)
     tried(executor, check, "an executor")
     executor.embed(PROMPTS)
@@ -147,9 +138,7 @@ def test_an_engine_keeps_none(check: Callable[[str], None], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("privacy", [None, pcg.Privacy("base", pool=8, uses=2)])
-def test_a_split_client_keeps_none(
-    check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, privacy: pcg.Privacy | None
-) -> None:
+def test_a_split_client_keeps_none(check, monkeypatch, privacy):
     for module, name in ((zeromq, "_FIRST_BYTES"), (zeromq, "LEAST_BYTES")):
         monkeypatch.setattr(module, name, 2**14)
     whole = serving.make_executor(adapters=0)
@@ -157,7 +146,7 @@ def test_a_split_client_keeps_none(
         split = pcg.connect(where, api_key=KEY, privacy=privacy, lost_s=60)
         split.generate(LONG, max_new_tokens=2)
         check("a client of larger messages")
-        tried(split, check, "a split client", ("lora", "dora"))
+        tried(split, check, "a split client", ("dora",))
         split.finetune(ROWS, "x", peft=RECIPES["lora"], **JOB)
     with listening_base(whole, port=int(where.rpartition(":")[2])):
         split.generate(PROMPTS, "x", max_new_tokens=2)

@@ -1,11 +1,7 @@
 """Keys: files of hashes, tenants, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,33 +14,31 @@ SHA = hashlib.sha256(b"secret-1").hexdigest()
 
 
 @pytest.fixture(autouse=True)
-def no_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_key_of_the_environment(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def written(tmp_path: Path, content: Any) -> Path:
+def written(tmp_path, content):
     path = tmp_path / "keys.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
-def test_a_file_holds_hashes(tmp_path: Path) -> None:
+def test_a_file_holds_hashes(tmp_path):
     ci = {"name": "ci", "sha256": SHA, "scopes": ["infer", "train"], "tenant": "research"}
     path = written(tmp_path, [ci, {"name": "b", "sha256": "00" * 32, "scopes": ["admin"]}])
     keys, made = open_keys((), path)
     assert made is None
     found = keys.find("secret-1")
-    assert found is not None
     assert (found.name, found.tenant, found.scopes) == ("ci", "research", {"infer", "train"})
     assert keys.find("secret-2") is None
     assert (len(keys), keys.tenants) == (2, 2)
     both, _ = open_keys(("secret-22",), path)
     everything = both.find("secret-22")
-    assert everything is not None
     assert (everything.tenant, everything.scopes) == ("default", frozenset(Scope))
 
 
-def test_without_keys_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_keys_one_is_made(monkeypatch):
     keys, made = open_keys((), None)
     again, other = open_keys((), None)
     assert made is not None
@@ -71,12 +65,12 @@ def test_without_keys_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         ("secret-1", "must be an object"),
     ],
 )
-def test_files_that_cannot_be(tmp_path: Path, entry: Any, text: str) -> None:
+def test_files_that_cannot_be(tmp_path, entry, text):
     with pytest.raises(ServeError, match=text):
         open_keys((), written(tmp_path, [entry]))
 
 
-def test_keys_that_cannot_be(tmp_path: Path) -> None:
+def test_keys_that_cannot_be(tmp_path):
     for content in ([], {}, "a"):
         with pytest.raises(ServeError, match="must be a list"):
             open_keys((), written(tmp_path, content))
@@ -92,7 +86,7 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
         open_keys((), written(tmp_path, [entry, {**entry, "name": "cd"}]))
 
 
-def test_a_tenant_cannot_take_all_that_runs() -> None:
+def test_a_tenant_cannot_take_all_that_runs():
     options = ServeOptions(max_num_seqs=9, max_queue=100)
     assert (options.queue_of(1), options.queue_of(2)) == (100, 25)
     assert ServeOptions(tenant_queue=7).queue_of(3) == 7

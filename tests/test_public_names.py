@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model, tmp_path_factory):
     from pcg.compiler import compile_program
 
     path = tmp_path_factory.mktemp("programs") / "program"
@@ -35,7 +35,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_importing_pcg_imports_nothing_heavy() -> None:
+def test_importing_pcg_imports_nothing_heavy():
     code = (
         "import sys, pcg; pcg.PcgError; heavy = ('torch', 'transformers', 'sympy', 'numpy'); "
         "print([name for name in heavy if name in sys.modules])"
@@ -45,7 +45,7 @@ def test_importing_pcg_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_name_is_there() -> None:
+def test_every_name_is_there():
     for name in pcg.__all__:
         assert getattr(pcg, name) is not None
     assert set(METHODS) <= set(pcg.__all__) <= set(dir(pcg))
@@ -53,7 +53,7 @@ def test_every_name_is_there() -> None:
         _ = pcg.nonsense
 
 
-def test_type_checkers_know_every_name() -> None:
+def test_type_checkers_know_every_name():
     """Names that are found when they are first used are imported for type checkers."""
     (block,) = (
         node
@@ -64,7 +64,7 @@ def test_type_checkers_know_every_name() -> None:
     assert names | {"PcgError", "__version__"} == set(pcg.__all__)
 
 
-def test_public_errors_have_one_root_and_stand_in_the_tree() -> None:
+def test_public_errors_have_one_root_and_stand_in_the_tree():
     from pcg import errors
 
     types = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
@@ -75,12 +75,12 @@ def test_public_errors_have_one_root_and_stand_in_the_tree() -> None:
     assert there & set(pcg.__all__) == {"PcgError"}
 
 
-def test_version_is_that_of_the_distribution() -> None:
+def test_version_is_that_of_the_distribution():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pcg.__version__ == project["version"]
 
 
-def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
+def test_functions_stay_beside_packages_of_their_names(model):
     import pcg.explain.report.report
     import pcg.trace.export
     from pcg.explain.report.report import Report
@@ -95,7 +95,7 @@ def test_functions_stay_beside_packages_of_their_names(model: Path) -> None:
     assert by_path.graph == by_config.graph == by_module.graph
 
 
-def test_loaded_folder_computes_what_the_model_does(folder: Path, model: Path) -> None:
+def test_loaded_folder_computes_what_the_model_does(folder, model):
     executor = pcg.load(folder)
     ids = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -108,9 +108,7 @@ def test_loaded_folder_computes_what_the_model_does(folder: Path, model: Path) -
 @pytest.mark.parametrize(
     ("fields", "message"), [({"rank": 0}, "r=0"), ({"rang": 1}, "'rang'"), ({"rank": "x"}, "r='x'")]
 )
-def test_a_recipe_that_is_damaged(
-    folder: Path, tmp_path: Path, fields: dict[str, object], message: str
-) -> None:
+def test_a_recipe_that_is_damaged(folder, tmp_path, fields, message):
     shutil.copytree(folder, tmp_path / "program")
     path = tmp_path / "program" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -120,20 +118,20 @@ def test_a_recipe_that_is_damaged(
         pcg.load(tmp_path / "program")
 
 
-def test_weights_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_weights_elsewhere(folder, tmp_path):
     other = tiny_llama.save(tmp_path / "finetuned", seed=1)
     ids = [[1, 2, 3]]
     one, two = pcg.load(folder), pcg.load(folder, weights=other)
     assert not torch.equal(one.logits(ids)[0], two.logits(ids)[0])
 
 
-def test_weights_of_another_model(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model(folder, tmp_path):
     other = tiny_llama.save(tmp_path / "other", rms_norm_eps=1e-3)
     with pytest.raises(ProgramError, match=r"rms_norm_eps=0.001, not 1e-06.*weights of this one"):
         pcg.load(folder, weights=other)
 
 
-def test_weights_that_are_gone(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_weights_that_are_gone(folder, model, tmp_path):
     from pcg.ir.program.folder import load_program
 
     program = load_program(folder)
@@ -151,7 +149,7 @@ def test_weights_that_are_gone(folder: Path, model: Path, tmp_path: Path) -> Non
         pcg.load(tmp_path / "bare", weights=tiny_llama_without_weights(tmp_path))
 
 
-def tiny_llama_without_weights(tmp_path: Path) -> Path:
+def tiny_llama_without_weights(tmp_path):
     directory = tmp_path / "no-weights"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(tiny_llama.config()))

@@ -1,20 +1,16 @@
-"""`pcg bench serve`: what it serves, prints, draws and refuses."""
-
-from __future__ import annotations
+"""`pcg bench serve` and `pcg simulate`: what they serve, print, draw and refuse."""
 
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from cli.application import app
 from tests.support import tiny_llama
-from tests.support.command_line import ROOT
+from tests.support.command_line import ROOT, output_of, run
 
 SMALL = (
     "--request-rate", "inf", "--num-prompts", "6", "--adapters", "3", "--ranks", "2,4",
@@ -22,30 +18,30 @@ SMALL = (
 )  # fmt: skip
 
 
-def run(*args: str | Path) -> Result:
+def bench(*args):
     return CliRunner().invoke(app, ["bench", "serve", *map(str, args)])
 
 
-def report_of(*args: str | Path) -> dict[str, Any]:
-    result = run(*args, "--json")
+def report_of(*args):
+    result = bench(*args, "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
-    found: dict[str, Any] = json.loads(result.stdout)
+    found = json.loads(result.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return tiny_llama.save(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_help_has_an_example() -> None:
-    text = run("--help").stdout
+def test_help_has_an_example():
+    text = bench("--help").stdout
     assert "pcg bench serve" in text[text.index("Example:") :]
 
 
-def test_tables_and_plot(model: Path, tmp_path: Path) -> None:
+def test_tables_and_plot(model, tmp_path):
     plot = tmp_path / "latencies.svg"
-    result = run(model, *SMALL, "--tenants", "2", "--ttft-slo-ms", "60000", "--plot", plot)
+    result = bench(model, *SMALL, "--tenants", "2", "--ttft-slo-ms", "60000", "--plot", plot)
     assert result.exit_code == 0, result.output + repr(result.exception)
     lines = {line.split("  ")[0].strip(): line.split() for line in result.stdout.splitlines()}
     assert lines["requests"][-1] == "6"
@@ -55,7 +51,7 @@ def test_tables_and_plot(model: Path, tmp_path: Path) -> None:
     assert "<svg" in plot.read_text("utf-8")
 
 
-def test_numbers_have_the_names_of_vllm(model: Path) -> None:
+def test_numbers_have_the_names_of_vllm(model):
     found = report_of(model, *SMALL)
     assert found["completed"] == 6
     assert found["total_output_tokens"] == 30
@@ -68,7 +64,7 @@ def test_numbers_have_the_names_of_vllm(model: Path) -> None:
     assert again["total_input_tokens"] == found["total_input_tokens"]
 
 
-def test_prompts_that_begin_alike_are_found_in_the_cache(model: Path) -> None:
+def test_prompts_that_begin_alike_are_found_in_the_cache(model):
     shared = ("--random-prefix-len", "32", "--adapters", "0")
     found = report_of(model, *SMALL, *shared)
     assert found["total_cached_tokens"] == 5 * 32
@@ -78,9 +74,9 @@ def test_prompts_that_begin_alike_are_found_in_the_cache(model: Path) -> None:
     assert without["total_cached_tokens"] == 0
 
 
-def test_a_configuration_is_enough(model: Path, tmp_path: Path) -> None:
+def test_a_configuration_is_enough(model, tmp_path):
     shutil.copy(model / "config.json", tmp_path / "config.json")
-    refused = run(tmp_path, *SMALL)
+    refused = bench(tmp_path, *SMALL)
     assert refused.exit_code == 1
     assert "has no weights" in refused.stderr
     assert report_of(tmp_path, *SMALL, "--load-format", "dummy")["completed"] == 6
@@ -89,13 +85,13 @@ def test_a_configuration_is_enough(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sharing",
     [
-        ("co-serving",),
+        pytest.param(("co-serving",), marks=pytest.mark.slow),
         ("temporal", "--inference-frequency", "2"),
         ("spatial", "--finetuning-share", "0.7"),
     ],
-    ids=lambda sharing: sharing[0],
+    ids=["co-serving", "temporal", "spatial"],
 )
-def test_finetuning_beside(model: Path, sharing: tuple[str, ...]) -> None:
+def test_finetuning_beside(model, sharing):
     found = report_of(
         model, *SMALL, "--finetune", "random", "--finetune-len", "8", "--finetune-rank", "2",
         "--output-len", "40", "--tpot-slo-ms", "60000", "--sharing", *sharing,
@@ -106,7 +102,7 @@ def test_finetuning_beside(model: Path, sharing: tuple[str, ...]) -> None:
     assert found["slo_attainment"] == 1.0
 
 
-def test_one_of_the_two_alone(model: Path) -> None:
+def test_one_of_the_two_alone(model):
     trained = report_of(
         model, *SMALL, "--finetune", "random", "--finetune-len", "8", "--sharing", "finetuning-only"
     )
@@ -116,7 +112,7 @@ def test_one_of_the_two_alone(model: Path) -> None:
     assert report_of(model, *SMALL, "--sharing", "inference-only")["completed"] == 6
 
 
-def test_a_file_is_trained_on(tmp_path: Path) -> None:
+def test_a_file_is_trained_on(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "def main(): return 1"}\n' * 8)
     sharing = ("--sharing", "spatial", "--output-len", "60")
@@ -124,7 +120,7 @@ def test_a_file_is_trained_on(tmp_path: Path) -> None:
     assert found["finetuning_steps"] > 0
 
 
-def test_a_trace_is_replayed(model: Path, tmp_path: Path) -> None:
+def test_a_trace_is_replayed(model, tmp_path):
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"time_s": 0.0, "adapter": "sql", "prompt_tokens": 5, "output_tokens": 3},
@@ -166,22 +162,22 @@ def test_a_trace_is_replayed(model: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_usage(model: Path, options: tuple[str, ...], message: str) -> None:
-    result = run(model, *options)
+def test_wrong_usage(model, options, message):
+    result = bench(model, *options)
     assert result.exit_code == 2
     plain = " ".join(result.stderr.replace("│", " ").split())
     assert message in plain
 
 
-def test_requests_longer_than_the_model(model: Path) -> None:
-    result = run(model, "--num-prompts", "2", "--input-len", "9000", "--request-rate", "inf")
+def test_requests_longer_than_the_model(model):
+    result = bench(model, "--num-prompts", "2", "--input-len", "9000", "--request-rate", "inf")
     assert result.exit_code == 1
     assert "positions; use shorter lengths" in result.stderr
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_ranks_serve_a_workload_together(model: Path) -> None:
+def test_ranks_serve_a_workload_together(model):
     """Beside a job; the first one alone reports."""
     job = ("--finetune", "random", "--finetune-len", "16")
     command = [sys.executable, "-m", "cli", "bench", "serve", str(model), *SMALL, *job]
@@ -190,3 +186,75 @@ def test_ranks_serve_a_workload_together(model: Path) -> None:
     )
     found = json.loads(done.stdout)
     assert (found["tp"], found["completed"], found["total_output_tokens"]) == (2, 6, 30)
+
+
+@pytest.mark.slow
+def test_flexllm():
+    options = ["simulate", "flexllm", "--model", "Llama-3.1-8B", "--duration", "12", "--seeds", "2"]
+    found = json.loads(output_of(*options, "--rate", "4", "--rate", "20", "--json"))
+    light, heavy = found["rows"]
+    assert (light["rate_per_s"], heavy["rate_per_s"]) == (4.0, 20.0)
+    # What comes is what was asked for, however calm the seed's seconds are.
+    assert light["came_per_s"] == pytest.approx(4.0)
+    assert heavy["came_per_s"] == pytest.approx(20.0)
+    assert (light["paper_finetuning_tokens_per_s"], light["of_first_rate"]) == (9400.0, 1.0)
+    assert heavy["of_first_rate"] >= 0.8
+    assert min(light["slo_attainment_least"], heavy["slo_attainment_least"]) >= 0.95
+    assert min(light["gap_attainment"], heavy["gap_attainment"]) >= 0.99
+    assert heavy["output_tokens_per_s"] > 2 * light["output_tokens_per_s"]
+    tokens = [report["finetuning_throughput"] for report in heavy["reports"]]
+    assert heavy["finetuning_tokens_per_s"] == pytest.approx(sum(tokens) / 2)
+    assert heavy["finetuning_tokens_per_s_std"] == pytest.approx(
+        abs(tokens[0] - tokens[1]) / 2**0.5
+    )
+
+
+@pytest.mark.slow
+def test_flexllm_shared_otherwise():
+    rules = ("co-serving", "temporal-64", "spatial-50", "separate-75", "inference-only")
+    options = ["--model", "Llama-3.1-8B", "--duration", "8", "--rate", "20", "--json"]
+    chosen = [word for rule in rules for word in ("--sharing", rule)]
+    rows = json.loads(output_of("simulate", "flexllm", *options, *chosen))["rows"]
+    found = dict(zip(rules, rows, strict=True))
+    assert [row["sharing"] for row in rows] == list(rules)
+    trained = {rule: row["finetuning_tokens_per_s"] for rule, row in found.items()}
+    assert trained["inference-only"] == 0.0
+    # One of four pipelines trains, and all of its time: less than four that train in what is left.
+    assert 0 < trained["separate-75"] < trained["co-serving"] / 2
+    assert found["separate-75"]["paper_finetuning_tokens_per_s"] == 3800.0
+    assert found["spatial-50"]["of_co_serving"] == pytest.approx(
+        trained["spatial-50"] / trained["co-serving"]
+    )
+    assert trained["temporal-64"] > 0
+    assert trained["spatial-50"] > 0
+
+
+def test_s_lora():
+    lines = output_of("simulate", "s-lora", "--model", "S1", "--duration", "3").splitlines()
+    assert lines[0].split()[:2] == ["setting", "adapters"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["S1", n] for n in ("5", "100", "1,000", "2,000")
+    ]
+
+
+def test_punica():
+    found = json.loads(output_of("simulate", "punica", "--duration", "10", "--rate", "8", "--json"))
+    first = found["minutes"][0]
+    assert len(first["busy"]) == 16
+    # Sixteen GPUs, and what comes needs few of them: the others stay idle.
+    assert 1 <= sum(busy > 0 for busy in first["busy"]) <= 8
+    assert max(first["batch"]) > 4
+
+
+def test_what_does_not_go_together():
+    for args in (
+        ("flexllm", "--model", "S1"),
+        ("punica", "--model", "S1"),
+        ("punica", "--rate", "1", "--rate", "2"),
+        ("punica", "--seeds", "2"),
+        ("s-lora", "--sharing", "co-serving"),
+        ("flexllm", "--sharing", "temporal"),
+        ("nonsense",),
+    ):
+        result = run("simulate", *args)
+        assert result.exit_code == 2

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +16,17 @@ from tests.support.command_line import assert_one_error, output_of, run
 
 
 class FakeReport:
-    def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
+    def to_text(self, tensors=False, formulas=False):
         return f"the text, {tensors=}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self):
         return {"model": "tiny"}
 
 
-def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+def test_explain_passes_its_options_on(model, monkeypatch):
+    calls = []
 
-    def explain(*args: Any, **options: Any) -> FakeReport:
+    def explain(*args, **options):
         calls.append((args, options))
         return FakeReport()
 
@@ -52,7 +50,7 @@ def test_explain_passes_its_options_on(model: Path, monkeypatch: pytest.MonkeyPa
     assert calls.pop()[0][1] is None
 
 
-def test_sequence_parallelism_takes_ranks(model: Path, program: Path, tmp_path: Path) -> None:
+def test_sequence_parallelism_takes_ranks(model, program, tmp_path):
     refused = run("explain", model, "--sequence-parallel")
     assert_one_error(refused, "tp=1 is one rank; use tp=2 or more")
     report = json.loads(output_of("explain", model, "--tp", "2", "--sequence-parallel", "--json"))
@@ -65,14 +63,14 @@ def test_sequence_parallelism_takes_ranks(model: Path, program: Path, tmp_path: 
     assert "--sequence-parallel" in other.stderr
 
 
-def test_explain_a_model_that_ships() -> None:
+def test_explain_a_model_that_ships():
     report = json.loads(output_of("explain", "llama-3.2-1b", "--seq", "64", "--json"))
     assert report["model"] == "meta-llama/Llama-3.2-1B"
     assert report["parameters"]["base"] == 1_235_814_400
     assert_one_error(run("explain", "llama-3.2-1b", "--targets", "q_porj"), "did you mean q_proj")
 
 
-def test_finetune_takes_every_field_of_every_method() -> None:
+def test_finetune_takes_every_field_of_every_method():
     """Each field's option is there, and a method refuses those that it does not have."""
     options = {option.name for option in Method.options()}
     for word, recipe in SHORTHANDS.items():
@@ -86,7 +84,7 @@ def test_finetune_takes_every_field_of_every_method() -> None:
         assert flags_of(other)[0] in message
 
 
-def as_given(name: str) -> tuple[str, ...]:
+def as_given(name):
     """An option with a value, if it takes one."""
     (option,) = (option for option in Method.options() if option.name == name)
     kind = kind_of(option.hint)
@@ -114,12 +112,10 @@ def as_given(name: str) -> tuple[str, ...]:
         ("--peft pfeiffer --bottleneck-size 8", {"variant": "pfeiffer", "bottleneck_size": 8}),
     ],
 )
-def test_fields_of_methods(
-    model: Path, monkeypatch: pytest.MonkeyPatch, options: str, expected: dict[str, Any]
-) -> None:
-    recipes: list[Any] = []
+def test_fields_of_methods(model, monkeypatch, options, expected):
+    recipes = []
 
-    def explain(model: str, peft: Any) -> FakeReport:
+    def explain(model, peft):
         recipes.append(peft)
         return FakeReport()
 
@@ -129,10 +125,10 @@ def test_fields_of_methods(
     assert {name: found[name] for name in expected} == expected
 
 
-def test_a_cut_is_shown_instead_of_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+def test_a_cut_is_shown_instead_of_memory(model, monkeypatch):
+    calls = []
 
-    def explain_split(*args: Any, **options: Any) -> FakeReport:
+    def explain_split(*args, **options):
         calls.append((args, options))
         return FakeReport()
 
@@ -155,7 +151,7 @@ def test_a_cut_is_shown_instead_of_memory(model: Path, monkeypatch: pytest.Monke
         (["--split", "--tensors"], "it goes with neither --tensors nor --compare"),
     ],
 )
-def test_options_of_a_cut_go_with_it_alone(model: Path, options: list[str], message: str) -> None:
+def test_options_of_a_cut_go_with_it_alone(model, options, message):
     result = run("explain", model, *options)
     assert result.exit_code == 2
     assert message.rpartition(": ")[2] in " ".join(result.stderr.split())

@@ -3,8 +3,6 @@
 import json
 import logging
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +11,7 @@ from tests.support import tiny_llama
 from tests.support.command_line import assert_one_error, output_of, python, run
 
 
-def test_finetune_and_run(program: Path, data: Path, tmp_path: Path) -> None:
+def test_finetune_and_run(program, data, tmp_path):
     from peft import PeftConfig
 
     result = run(
@@ -31,7 +29,7 @@ def test_finetune_and_run(program: Path, data: Path, tmp_path: Path) -> None:
     assert output_of("run", program, "--adapter", place, "-p", "add 1", "-n", "3")
 
 
-def test_finetune_prints_one_object(model: Path, data: Path, tmp_path: Path) -> None:
+def test_finetune_prints_one_object(model, data, tmp_path):
     options = ("--data", data, "--adapter", "sums", "--max-steps", "2", "--rank", "2", "--json")
     summary = json.loads(output_of("finetune", model, *options, "-o", tmp_path / "sums"))
     assert summary["steps"] == len(summary["losses"]) == 2
@@ -46,12 +44,9 @@ def test_finetune_prints_one_object(model: Path, data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "shares", [(), pytest.param(("--shard-base",), marks=pytest.mark.slow)], ids=["whole", "parts"]
-)
-def test_replicas_give_the_losses_of_one_process(
-    model: Path, data: Path, tmp_path: Path, shares: tuple[str, ...]
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(), ("--shard-base",)], ids=["whole", "parts"])
+def test_replicas_give_the_losses_of_one_process(model, data, tmp_path, shares):
     command = ("finetune", model, "--data", data, "--adapter", "sums", "--json", "--max-steps", "3")
     options = ("--batch-size", "3", "--lr", "5e-3", "--dtype", "float32")
     over = (*command, *options, "--dp", "2", *shares, "-o", tmp_path / "two")
@@ -63,10 +58,8 @@ def test_replicas_give_the_losses_of_one_process(
     assert (tmp_path / "two" / "adapter_model.safetensors").exists()
 
 
-def test_finetune_that_is_interrupted_goes_on_exactly(
-    program: Path, data: Path, tmp_path: Path
-) -> None:
-    def command(name: str) -> tuple[str | Path, ...]:
+def test_finetune_that_is_interrupted_goes_on_exactly(program, data, tmp_path):
+    def command(name):
         start = ("finetune", program, "--data", data, "--adapter", "sums", "-o", tmp_path / name)
         return (*start, "--epochs", "20", "--batch-size", "2", "--log-every", "1")
 
@@ -95,7 +88,7 @@ def test_finetune_that_is_interrupted_goes_on_exactly(
         ('{"prompt": "a"}', "train.jsonl line 2"),
     ],
 )
-def test_bad_data(program: Path, tmp_path: Path, line: str, message: str) -> None:
+def test_bad_data(program, tmp_path, line, message):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
     options = ("--data", path, "--adapter", "a", "-o", tmp_path / "a")
@@ -103,7 +96,7 @@ def test_bad_data(program: Path, tmp_path: Path, line: str, message: str) -> Non
     assert not (tmp_path / "a").exists()
 
 
-def test_loss_that_is_no_number(program: Path, data: Path, tmp_path: Path) -> None:
+def test_loss_that_is_no_number(program, data, tmp_path):
     options = ("--data", data, "--adapter", "a", "-o", tmp_path / "a", "--max-steps", "4")
     rate = ("--lr", "1e30", "--schedule", "constant", "--no-progress")
     result = run("finetune", program, *options, *rate)
@@ -111,7 +104,7 @@ def test_loss_that_is_no_number(program: Path, data: Path, tmp_path: Path) -> No
     assert not (tmp_path / "a" / "adapter_model.safetensors").exists()
 
 
-def test_bad_finetuning_options(tmp_path: Path) -> None:
+def test_bad_finetuning_options(tmp_path):
     """Said before a model is looked for."""
     options = ("--data", "x.jsonl", "--adapter", "a", "-o", tmp_path / "a")
     result = run("finetune", "nothing", *options, "--lr", "-1")
@@ -125,7 +118,7 @@ def test_bad_finetuning_options(tmp_path: Path) -> None:
         assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_several_files_of_data(program: Path, data: Path, tmp_path: Path) -> None:
+def test_several_files_of_data(program, data, tmp_path):
     rows = data.read_text().splitlines(keepends=True)
     for name, part in (("one", rows[:5]), ("two", rows[5:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
@@ -136,9 +129,7 @@ def test_several_files_of_data(program: Path, data: Path, tmp_path: Path) -> Non
     assert apart["losses"] == json.loads(whole)["losses"]
 
 
-def test_a_finished_adapter_is_replaced_only_on_demand(
-    program: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_finished_adapter_is_replaced_only_on_demand(program, data, tmp_path):
     output = tmp_path / "sums"
     command = ("finetune", program, "--data", data, "--adapter", "sums", "-o", output)
     options = ("--max-steps", "2")
@@ -159,9 +150,7 @@ def test_a_finished_adapter_is_replaced_only_on_demand(
     assert weights.read_bytes() != before
 
 
-def test_an_adapter_of_a_checkpoint_is_replaced_by_resuming(
-    program: Path, data: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_of_a_checkpoint_is_replaced_by_resuming(program, data, tmp_path):
     command = ("finetune", program, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
     options = ("--checkpoint-dir", tmp_path / "job", "--schedule", "constant")
     assert run(*command, *options, "--max-steps", "2").exit_code == 0
@@ -172,9 +161,7 @@ def test_an_adapter_of_a_checkpoint_is_replaced_by_resuming(
 
 
 @pytest.mark.parametrize("place", ["file/sums", "file"])
-def test_an_output_that_cannot_be_written_is_known_before_the_model_is_read(
-    data: Path, tmp_path: Path, place: str
-) -> None:
+def test_an_output_that_cannot_be_written_is_known_before_the_model_is_read(data, tmp_path, place):
     (tmp_path / "file").touch()
     options = ("--data", data, "--adapter", "sums", "-o", tmp_path / place)
     result = run("finetune", "nothing", *options)
@@ -186,7 +173,7 @@ def test_an_output_that_cannot_be_written_is_known_before_the_model_is_read(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_collapsed_adapter_is_not_saved(data: Path, tmp_path: Path) -> None:
+def test_a_collapsed_adapter_is_not_saved(data, tmp_path):
     model = tiny_llama.save(tmp_path / "model", initializer_range=0.2)
     command = ("finetune", model, "--data", data, "--adapter", "sums")
     options = ("--max-steps", "60", "--lr", "3e-2", "-o", tmp_path / "good", "--json")
@@ -203,7 +190,7 @@ def test_a_collapsed_adapter_is_not_saved(data: Path, tmp_path: Path) -> None:
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files
 
 
-def test_the_losses_at_the_end_are_means(program: Path, data: Path, tmp_path: Path) -> None:
+def test_the_losses_at_the_end_are_means(program, data, tmp_path):
     command = ("finetune", program, "--data", data, "--adapter", "sums", "--eval-data", data)
     options = ("--max-steps", "12", "--batch-size", "2", "--eval-every", "6", "--eval-at-start")
     result = run(*command, *options, "-o", tmp_path / "a")
@@ -218,7 +205,7 @@ def test_the_losses_at_the_end_are_means(program: Path, data: Path, tmp_path: Pa
     assert " → " not in one.stderr
 
 
-def test_off_a_terminal_lines_say_how_it_goes(model: Path, data: Path, tmp_path: Path) -> None:
+def test_off_a_terminal_lines_say_how_it_goes(model, data, tmp_path):
     """The first step, the last one and each evaluation; more with time, or by `--log-every`."""
     files = ("--data", data, "--eval-data", data, "--adapter", "sums", "-o", tmp_path / "sums")
     steps = ("--max-steps", "9", "--eval-every", "4", "--eval-at-start", "--batch-size", "2")
@@ -249,16 +236,11 @@ def test_off_a_terminal_lines_say_how_it_goes(model: Path, data: Path, tmp_path:
     ],
 )
 def test_layouts_over_ranks_are_planned_for_the_jobs_own_step(
-    options: tuple[str, ...],
-    step: tuple[int | None, int | None],
-    model: Path,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: dict[str, Any] = {}
+    options, step, model, data, tmp_path, monkeypatch
+):
+    started = {}
 
-    def keep(degree: int, act: Any) -> None:
+    def keep(degree, act):
         started.update(act.args[1])  # the options of compiling
 
     monkeypatch.setattr("cli.train.on_ranks", keep)

@@ -1,10 +1,9 @@
 """`pcg profile`: what it measures, prints, keeps and refuses."""
 
 import json
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from cli.application import app
 from pcg.ir.types import TOKENS, tensor
@@ -13,18 +12,16 @@ from pcg.parallel.costs.catalog import find_cost_model
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "pcg" / "profiles"
 
 
-def run(*args: str | Path) -> Result:
+def run(*args):
     return CliRunner().invoke(app, ["profile", "--device", "cpu", *map(str, args)])
 
 
-def test_a_profile_is_measured_once(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_measured_once(tmp_path, cache, monkeypatch):
     path = tmp_path / "profile.json"
     result = run("--quick", "-o", path)
     assert result.exit_code == 0, result.output
@@ -36,7 +33,7 @@ def test_a_profile_is_measured_once(
     (kept,) = cache.iterdir()
     assert kept.read_text() == path.read_text()
 
-    def refuse(*args: object, **options: object) -> None:
+    def refuse(*args, **options):
         raise AssertionError("it was measured again")
 
     monkeypatch.setattr(operator_profiler, "measure_operators", refuse)
@@ -53,7 +50,7 @@ def test_a_profile_is_measured_once(
 
 
 @pytest.mark.dist
-def test_links_are_measured_with_ranks(tmp_path: Path) -> None:
+def test_links_are_measured_with_ranks(tmp_path):
     path = tmp_path / "profile.json"
     result = run("--quick", "--tp", 2, "-o", path)
     assert result.exit_code == 0, result.output
@@ -70,11 +67,11 @@ def test_links_are_measured_with_ranks(tmp_path: Path) -> None:
         (("--device", "meta"), "not of 'meta'"),
     ],
 )
-def test_what_cannot_be_measured(options: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_measured(options, message):
     result = run(*options)
     assert result.exit_code == 1
     assert message in result.stderr
 
 
-def test_less_than_one_rank_is_wrong_usage() -> None:
+def test_less_than_one_rank_is_wrong_usage():
     assert run("--tp", "0").exit_code == 2

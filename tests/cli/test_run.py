@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -13,7 +11,7 @@ from tests.support.command_line import assert_one_error, output_of, run
 PROMPT = "def add(a, b):"
 
 
-def test_run_a_program_and_a_model(program: Path, model: Path) -> None:
+def test_run_a_program_and_a_model(program, model):
     options = ("--prompt", PROMPT, "--max-new-tokens", "8")
     text = output_of("run", program, *options)
     assert text.startswith(PROMPT)
@@ -21,7 +19,7 @@ def test_run_a_program_and_a_model(program: Path, model: Path) -> None:
     assert text == output_of("run", program, *options, "--stream")
 
 
-def test_run_prints_one_object(program: Path, adapter: Path, tmp_path: Path) -> None:
+def test_run_prints_one_object(program, adapter, tmp_path):
     (tmp_path / "prompt.txt").write_text("line one\nline two\n")
     text = output_of(
         *("run", program, "-p", PROMPT, "--prompt-file", tmp_path / "prompt.txt"),
@@ -41,13 +39,13 @@ def test_run_prints_one_object(program: Path, adapter: Path, tmp_path: Path) -> 
     assert base["completions"][0]["token_ids"] != one["token_ids"]
 
 
-def test_run_uses_its_only_adapter(program: Path, adapter: Path) -> None:
+def test_run_uses_its_only_adapter(program, adapter):
     options = ("-p", PROMPT, "-n", "4", "--json")
     result = json.loads(output_of("run", program, "--adapter", f"loud={adapter}", *options))
     assert result["completions"][0]["adapter"] == "loud"
 
 
-def test_run_streams_several_prompts_in_order(program: Path) -> None:
+def test_run_streams_several_prompts_in_order(program):
     options = ("-p", PROMPT, "-p", "The quick", "-n", "6", "--seed", "3", "--temperature", "1")
     assert output_of("run", program, *options, "--stream") == output_of("run", program, *options)
     lines = output_of("run", program, *options).splitlines()
@@ -57,7 +55,7 @@ def test_run_streams_several_prompts_in_order(program: Path) -> None:
     ]
 
 
-def test_run_prints_several_continuations_and_logprobs(program: Path) -> None:
+def test_run_prints_several_continuations_and_logprobs(program):
     options = ("-p", PROMPT, "-p", "The quick", "-n", "4", "--ignore-eos", "--seed", "3")
     drawn = (*options, "--temperature", "1", "--n", "2")
     found = json.loads(output_of("run", program, *drawn, "--json", "--logprobs", "1", "--echo"))
@@ -82,7 +80,7 @@ def test_run_prints_several_continuations_and_logprobs(program: Path) -> None:
     assert all(one["text"] in printed for one in done)
 
 
-def test_run_applies_the_chat_template(program: Path) -> None:
+def test_run_applies_the_chat_template(program):
     options = ("-p", "what is it?", "-n", "2", "--json")
     plain, chat = (
         json.loads(output_of("run", program, *options, *more))["completions"][0]["prompt_tokens"]
@@ -107,74 +105,36 @@ def test_run_applies_the_chat_template(program: Path) -> None:
         (("-p", "x", "--backend", "torch"), "backend is chosen by pcg compile"),
     ],
 )
-def test_run_usage(program: Path, args: tuple[str, ...], message: str) -> None:
+def test_run_usage(program, args, message):
     result = run("run", program, *args)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert result.stdout == ""
 
 
-def test_run_takes_options_of_programs_for_programs_alone(model: Path) -> None:
+def test_run_takes_options_of_programs_for_programs_alone(model):
     for option in (("--weights", "x"), ("--trust-edits",)):
         result = run("run", model, "-p", "x", *option)
         assert result.exit_code == 2
         assert "is not a compiled program" in " ".join(result.stderr.replace("│", " ").split())
 
 
-def changed_config(**fields: object) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    return change
-
-
-def cut_short(directory: Path) -> None:
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def without_a_shard(directory: Path) -> None:
-    weights = directory / "model.safetensors"
-    index = {"weight_map": dict.fromkeys(load_file(weights), "model-00001-of-00002.safetensors")}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    weights.unlink()
-
-
-def with_pickles(directory: Path) -> None:
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-
-
-def damaged_config(directory: Path) -> None:
-    (directory / "config.json").write_text('{"model_type": "llama",')
-
-
-def write_nothing(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("config", "message"),
     [
-        (write_nothing, "has no config.json; give a Hugging Face model directory"),
-        (damaged_config, "config.json is damaged at line 1, column 24"),
-        (cut_short, "is truncated: its header describes"),
-        (without_a_shard, "model-00001-of-00002.safetensors is missing"),
-        (with_pickles, "loading a pickle can run any code"),
-        (changed_config(hidden_size=64, head_dim=8), "hidden_size=64"),
-        (changed_config(model_type="nonesuch"), "'nonesuch'"),
+        (None, "has no config.json; give a Hugging Face model directory"),
+        ({"model_type": "nonesuch"}, "'nonesuch'"),
     ],
 )
-def test_bad_models(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_bad_models(model, tmp_path, config, message):
     bad = shutil.copytree(model, tmp_path / "bad")
-    damage(bad)
-    result = run("run", bad, "-p", "x")
-    assert_one_error(result, message)
+    (bad / "config.json").unlink()
+    if config is not None:
+        (bad / "config.json").write_text(json.dumps(config))
+    assert_one_error(run("run", bad, "-p", "x"), message)
 
 
-def for_another_base(adapter: Path, directory: Path) -> Path:
+def for_another_base(adapter, directory):
     other = shutil.copytree(adapter, directory / "other")
     weights = other / "adapter_model.safetensors"
     tensors = load_file(weights)
@@ -184,7 +144,7 @@ def for_another_base(adapter: Path, directory: Path) -> Path:
     return other
 
 
-def test_bad_adapters(program: Path, adapter: Path, tmp_path: Path) -> None:
+def test_bad_adapters(program, adapter, tmp_path):
     for path, message in (
         (tmp_path / "nothing", "is not there; give the directory of a saved adapter"),
         (for_another_base(adapter, tmp_path), "model.layers.0.mlp.down_proj"),
@@ -196,16 +156,16 @@ def test_bad_adapters(program: Path, adapter: Path, tmp_path: Path) -> None:
     ("prompt", "message"),
     [("", "prompt 0 is empty"), ("fox " * 400, "the model has 256 positions")],
 )
-def test_bad_prompts(program: Path, prompt: str, message: str) -> None:
+def test_bad_prompts(program, prompt, message):
     assert_one_error(run("run", program, "-p", prompt), message)
     assert_one_error(run("run", program, "-p", prompt, "--stream"), message)
 
 
-def test_bad_sampling(program: Path) -> None:
+def test_bad_sampling(program):
     assert_one_error(run("run", program, "-p", "x", "--top-p", "1.5"), "top_p=1.5")
 
 
-def test_bad_programs(program: Path, tmp_path: Path) -> None:
+def test_bad_programs(program, tmp_path):
     bad = shutil.copytree(program, tmp_path / "bad")
     (bad / "serving.py").write_text((bad / "serving.py").read_text() + "# mine\n")
     assert_one_error(run("run", bad, "-p", "x"), "accept it: --trust-edits")

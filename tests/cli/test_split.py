@@ -1,47 +1,30 @@
 """Commands whose model is at a base executor, by split://HOST:PORT."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from threading import Thread
 
 import pytest
 
-from pcg.split.base.base_executor import BaseExecutor, tokenizer_files
-from pcg.split.base.base_loop import BaseLoop
-from pcg.split.base.options import BaseOptions
-from pcg.split.zeromq import ZeroMqEndpoint
+from pcg.split.base.base_executor import tokenizer_files
 from tests.support import serving
 from tests.support.command_line import assert_one_error, output_of, run
-from tests.support.split_base import KEY
+from tests.support.split_base import KEY, listening_base
 
 pytest.importorskip("zmq")
 
 
 @pytest.fixture(scope="module")
-def where() -> Iterator[str]:
-    endpoint = ZeroMqEndpoint("127.0.0.1", 0, 2**24)
-    base = BaseExecutor(serving.make_executor(adapters=0))
+def where():
     files = tokenizer_files(serving.model_directory())
-    loop = BaseLoop(base, endpoint, BaseOptions(api_key=(KEY,)), files)
-    thread = Thread(target=loop.run)
-    thread.start()
-    try:
-        yield f"split://{endpoint.where}"
-    finally:
-        loop.stop()
-        thread.join(60)
-        endpoint.close()
+    with listening_base(serving.make_executor(adapters=0), files) as where:
+        yield f"split://{where}"
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch):
     monkeypatch.setenv("PCG_API_KEY", KEY)
 
 
-def test_run_and_finetune_by_a_base(where: str, tmp_path: Path) -> None:
+def test_run_and_finetune_by_a_base(where, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"text": text}) for text in ("a b c d e", "d e a")))
     job = ("--data", data, "--adapter", "x", "--peft", "lora", "--max-steps", "2", "--seed", "3")
@@ -57,9 +40,7 @@ def test_run_and_finetune_by_a_base(where: str, tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_what_a_client_does_not_have_is_refused(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_client_does_not_have_is_refused(where, monkeypatch):
     for options, message in (
         (("--backend", "triton"), "a client of a base executor has no backend"),
         (("--tp", "2"), "runs on one rank"),
@@ -87,7 +68,7 @@ def test_what_a_client_does_not_have_is_refused(
     assert_one_error(run("run", where, "-p", "a"), "the key is none of this base's")
 
 
-def test_a_base_of_a_base_is_refused(where: str) -> None:
+def test_a_base_of_a_base_is_refused(where):
     for arguments, message in (
         (("serve", where, "--split-port", "0"), "split clients connect there"),
         (("serve-base", where), "is a base executor already"),
@@ -97,7 +78,7 @@ def test_a_base_of_a_base_is_refused(where: str) -> None:
         assert message in " ".join(refused.stderr.replace("│", " ").split())
 
 
-def test_the_program_of_a_client_is_compiled_and_run(where: str, tmp_path: Path) -> None:
+def test_the_program_of_a_client_is_compiled_and_run(where, tmp_path):
     output_of("compile", where, "--peft", "lora", "-o", tmp_path / "program")
     options = ("-p", "a b", "-n", "4", "--ignore-eos", "--json")
     found = [

@@ -1,19 +1,18 @@
-"""`pcg train sft`: it trains as `pcg finetune` does, resumes, and refuses by name."""
-
-from __future__ import annotations
+"""`pcg train`: SFT and DPO by a file, GRPO by reward functions; it resumes and refuses by name."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from pcg.records.run import read_run
 from tests.support.command_line import ROOT, assert_one_error, output_of, run
 
 EXAMPLES = ROOT / "examples" / "configs"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def write(folder: Path, model: Path, data: Path, *lines: str) -> Path:
+def write(folder, model, data, *lines):
     path = folder / "sft.yaml"
     peft = "peft: {peft_type: LORA, r: 2, lora_alpha: 4, target_modules: [q_proj, down_proj]}"
     given = (f"model: {model}", f"data: {data}", "adapter: sums", peft)
@@ -21,7 +20,7 @@ def write(folder: Path, model: Path, data: Path, *lines: str) -> Path:
     return path
 
 
-def test_training_by_a_file_is_finetuning(model: Path, data: Path, tmp_path: Path) -> None:
+def test_training_by_a_file_is_finetuning(model, data, tmp_path):
     config = write(tmp_path, model, data, "output: sums", "epochs: 1", "schedule: constant")
     summary = json.loads(output_of("train", "sft", config, "--json"))
     assert summary["steps"] == 3
@@ -44,7 +43,7 @@ def test_training_by_a_file_is_finetuning(model: Path, data: Path, tmp_path: Pat
     assert "sums: 3 steps" in text.stderr
 
 
-def test_training_by_a_file_goes_on(model: Path, data: Path, tmp_path: Path) -> None:
+def test_training_by_a_file_goes_on(model, data, tmp_path):
     config = write(tmp_path, model, data, "checkpoint_dir: job", "schedule: constant")
     output_of("train", "sft", config, "--set", f"output={tmp_path / 'a'}", "--set", "max_steps=2")
     resumed = ("--set", "max_steps=4", "--set", "resume=true", "--json")
@@ -55,7 +54,7 @@ def test_training_by_a_file_goes_on(model: Path, data: Path, tmp_path: Path) -> 
     assert summary["steps"] == 4
 
 
-def test_what_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
+def test_what_is_refused(model, data, tmp_path):
     config = write(tmp_path, model, data, "output: out")
     assert_one_error(run("train", "sft", config, "--set", "lr=1"), "unknown option 'lr'")
     assert_one_error(run("train", "sft", config, "--set", "tp=2"), "runs on one rank")
@@ -66,7 +65,7 @@ def test_what_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_preferences_are_trained_by_a_file(model: Path, tmp_path: Path) -> None:
+def test_preferences_are_trained_by_a_file(model, tmp_path):
     rows = [{"prompt": f"is {i}?", "chosen": " yes, it is", "rejected": " no"} for i in range(8)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = write(tmp_path, model, Path("pairs.jsonl"), "output: agree", "max_steps: 3")
@@ -84,9 +83,7 @@ def test_preferences_are_trained_by_a_file(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_options_need_nothing_that_a_run_by_a_file_has(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_need_nothing_that_a_run_by_a_file_has(tmp_path, name, monkeypatch):
     """Options of checkpoints and of a record are no error, as a run by a file has both."""
     monkeypatch.setattr("pcg.runtime.training.options.check_sinks", lambda names: None)
     config = write(tmp_path, Path("no-model"), Path("rows.jsonl"), "output: out")
@@ -95,8 +92,69 @@ def test_options_need_nothing_that_a_run_by_a_file_has(
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_examples_run(tmp_path: Path, name: str) -> None:
+def test_examples_run(tmp_path, name):
     options = ("--set", f"output={tmp_path / 'out'}", "--set", "max_steps=2", "--json")
     config = EXAMPLES / f"{name}.yaml"
     summary = json.loads(output_of("train", name, config, *options, "--set", "epochs=null"))
     assert summary["steps"] == 2
+
+
+REWARDS = """
+from dataclasses import dataclass
+
+@dataclass
+class Bonus:
+    size: float
+
+def short(completions, answer, **columns):
+    assert len(answer) == len(completions)
+    return [Bonus(1 / (1 + len(text))).size for text in completions]
+
+number = 3
+"""
+
+
+def write_rewards(folder, model, *lines):
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": text, "answer": text[0]} for text in ("Hello, how", "the quick")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "grpo.yaml"
+    peft = "peft: {peft_type: LORA, r: 2, lora_alpha: 4, target_modules: [q_proj, down_proj]}"
+    sizes = "num_generations: 2\nbatch_size: 4\nmax_completion_length: 3\nmax_steps: 2"
+    given = (f"model: {model}", "data: prompts.jsonl", "rewards: rewards.py:short", "output: out")
+    path.write_text("\n".join((*given, peft, sizes, "learning_rate: 1e-3", *lines)))
+    return path
+
+
+def test_an_adapter_is_trained_saved_and_trained_further(model, tmp_path):
+    config = write_rewards(tmp_path, model)
+    summary = json.loads(output_of("train", "grpo", config, "--json"))
+    assert summary["steps"] == 2
+    assert [one["staleness"] for one in summary["history"]] == [0, 0]
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+    assert not (tmp_path / "out" / "pcg-checkpoints").exists()
+    rewards = read_run(tmp_path / "out" / "record").series["reward"]
+    assert [y for _, y in rewards] == [x["reward"] for x in summary["history"]]
+    table = (tmp_path / "out" / "record" / "samples.jsonl").read_text().splitlines()
+    assert {"step", "prompt", "completion", "reward", "advantage"} == set(json.loads(table[0]))
+    assert_one_error(run("train", "grpo", config), "has a saved adapter")
+    further = ("--set", f"start_from={tmp_path / 'out'}", "--set", "peft=null", "--set", "beta=0.1")
+    text = run("train", "grpo", config, *further, "--set", f"output={tmp_path / 'more'}")
+    assert text.exit_code == 0, text.stderr
+    assert "step 2: reward" in text.stderr
+    assert "kl" in text.stderr
+
+
+def test_rewards_and_data_that_are_none_are_refused(model, tmp_path):
+    config = write_rewards(tmp_path, model)
+    for value, message in (
+        ("short", "use module:function"),
+        ("gone.py:short", "there is no file"),
+        ("rewards.py:number", "has no function 'number'"),
+        ("json:gone", "has no function 'gone'"),
+        ("no.such.module:f", "cannot be imported: ModuleNotFoundError"),
+    ):
+        assert_one_error(run("train", "grpo", config, "--set", f"rewards={value}"), message)
+    assert_one_error(run("train", "grpo", config, "--set", "lr=1"), "unknown option 'lr'")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    assert_one_error(run("train", "grpo", config), "use an object with a 'prompt'")

@@ -3,10 +3,7 @@
 `make test-cookbook` installs them and runs this.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 KEY = "tml-a-key-of-the-tests"
 
 
-def test_the_librarys_trainers_run_unchanged(tmp_path: Path) -> None:
+def test_the_librarys_trainers_run_unchanged(tmp_path):
     python = client_program("cookbook", "python")
     named = ("--served-model-name", str(CHECKPOINT), "--tinker-tokenizer", str(CHECKPOINT))
     kept = ("--data-dir", str(tmp_path / "data"), "--api-key", KEY)

@@ -1,12 +1,7 @@
 """lm-eval's `local-completions` over the server gives transformers' and peft's log-likelihoods."""
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -18,7 +13,6 @@ from tests.support.other_clients import (
     BASE,
     CHECKPOINT,
     KEY,
-    Served,
     client_program,
     run_client,
     served,
@@ -30,7 +24,7 @@ TOLERANCE = 1e-4
 LORA = "typed"
 MAX_LENGTH = 128
 """The most tokens of a window, so few that the longest text is read in several."""
-CHOICES: list[dict[str, Any]] = [
+CHOICES = [
     {
         "question": "def copy_file(path, recursive=True):\n",
         "choices": ['    """Copy the file."""', "    return None", "    raise ValueError(path)"],
@@ -74,14 +68,14 @@ metric_list: [{metric: byte_perplexity}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory):
     client_program("lm-eval", "lm_eval")
     with served(tmp_path_factory.mktemp("server") / "log", (LORA,)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     for name, rows, task in (("choice", CHOICES, CHOICE_TASK), ("text", TEXTS, TEXT_TASK)):
         data = folder / f"{name}.jsonl"
@@ -91,7 +85,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def oracle(model: str) -> Any:
+def oracle(model):
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     return (
         base if model == BASE else peft.PeftModel.from_pretrained(base, ADAPTERS / model)
@@ -99,11 +93,11 @@ def oracle(model: str) -> Any:
 
 
 @functools.cache
-def tokenizer() -> Any:
+def tokenizer():
     return PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
 
 
-def log_likelihood(model: str, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+def log_likelihood(model, context, continuation):
     """The sum over the continuation, and whether each of its tokens is the likeliest."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.inference_mode():
@@ -113,7 +107,7 @@ def log_likelihood(model: str, context: list[int], continuation: list[int]) -> t
     return float(found), bool((logits.argmax(-1) == chosen).all())
 
 
-def rolled(model: str, text: str) -> float:
+def rolled(model, text):
     """The log-likelihood of a text in windows: each token is predicted once, from a full window."""
     ids = tokenizer().encode(text, add_special_tokens=False)
     most, done, total = MAX_LENGTH - 2, 0, 0.0
@@ -125,9 +119,7 @@ def rolled(model: str, text: str) -> float:
     return total
 
 
-def evaluated(
-    server: Served, tasks: Path, home: Path, model: str, batch_size: int, **arguments: object
-) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def evaluated(server, tasks, home, model, batch_size, **arguments):
     """lm-eval's results by task, and its samples by task in the order of the documents."""
     given = {
         "model": model,
@@ -160,13 +152,8 @@ def evaluated(
 )
 @pytest.mark.parametrize("model", [BASE, LORA])
 def test_log_likelihoods_and_accuracy_are_those_of_transformers_and_peft(
-    server: Served,
-    tasks: Path,
-    tmp_path: Path,
-    model: str,
-    batch_size: int,
-    arguments: dict[str, object],
-) -> None:
+    server, tasks, tmp_path, model, batch_size, arguments
+):
     results, samples = evaluated(server, tasks, tmp_path, model, batch_size, **arguments)
     encode = functools.partial(tokenizer().encode, add_special_tokens=False)
     right = 0

@@ -1,7 +1,5 @@
 """TRL's AsyncGRPO trains with `pcg serve` as its sampler; its training templates are an oracle."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import Counter
@@ -16,7 +14,7 @@ from tests.support.other_clients import CHECKPOINT, KEY, ROOT, client_program, r
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_trl_trains_with_this_server_as_its_sampler(tmp_path: Path) -> None:
+def test_trl_trains_with_this_server_as_its_sampler(tmp_path):
     python = client_program("trl", "python")
     adapters = tmp_path / "run" / ".vllm_lora"
     adapters.mkdir(parents=True)
@@ -69,7 +67,7 @@ CALLS = [
 ]
 CHATML = {"plain": PLAIN, "reasoning": REASONING, "calls": CALLS}
 TEXTS = {"plain": PLAIN, "reasoning": REASONING}
-TEMPLATES: dict[str, tuple[tuple[str, ...], dict[str, list[dict[str, object]]]]] = {
+TEMPLATES = {
     "cohere": (("<|END_OF_TURN_TOKEN|>",), TEXTS),
     "deepseek_r1_distill": (("<｜end▁of▁sentence｜>",), TEXTS),
     "gemma": (("<end_of_turn>",), TEXTS),
@@ -88,7 +86,7 @@ TEMPLATES: dict[str, tuple[tuple[str, ...], dict[str, list[dict[str, object]]]]]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_is_that_of_trls_training_templates(name: str) -> None:
+def test_what_is_learned_is_that_of_trls_training_templates(name):
     """Of the turns of each, but for what the generation prompt writes, and line breaks behind."""
     find = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
     found = subprocess.check_output([client_program("trl", "python"), "-c", find], text=True)

@@ -1,13 +1,9 @@
 """The report of `pcg.explain`: its schema, its sums, its text, and what it costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import peft
 import pytest
@@ -17,7 +13,7 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
-from pcg.explain.report.report import Report, bar, comparison
+from pcg.explain.report.report import bar, comparison
 from pcg.explain.report.report_data import KINDS
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.memory.host_memory import SLACK
@@ -32,17 +28,17 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report():
     return pcg.explain(LLAMA, batch=2, seq=512)
 
 
-def at(formula: str, batch: int, seq: int) -> int:
+def at(formula, batch, seq):
     names = {name: sympy.Symbol(name, integer=True, positive=True) for name in ("B", "S", "tp")}
     values = {names["B"]: batch, names["S"]: seq, names["tp"]: 1}
     return int(sympy.sympify(formula, locals=names).subs(values))
 
 
-def test_json_has_the_schema(report: Report) -> None:
+def test_json_has_the_schema(report):
     fields = json.loads(json.dumps(report.to_json()))
     assert set(fields) >= SCHEMA
     assert set(fields["memory_bytes"]) == {*KINDS, "total"}
@@ -59,7 +55,7 @@ def test_json_has_the_schema(report: Report) -> None:
     assert fields["pareto"][0]["recompute_flops_ratio"] == 0
 
 
-def test_parameters_and_memory_of_llama(report: Report) -> None:
+def test_parameters_and_memory_of_llama(report):
     assert report.parameters["base"] == 8_030_261_248
     # r · (in + out) of q, k, v, o, gate, up and down, in each layer
     h, kv, f = 4096, 1024, 14336
@@ -74,7 +70,7 @@ def test_parameters_and_memory_of_llama(report: Report) -> None:
     assert memory["total"] == sum(memory[kind] for kind in KINDS)
 
 
-def test_formulas_give_the_numbers(report: Report) -> None:
+def test_formulas_give_the_numbers(report):
     memory = report.memory_bytes
     assert at(report.formulas["activations"], 2, 512) == memory["activations"]
     assert at(report.formulas["total"], 2, 512) == memory["total"]
@@ -86,7 +82,7 @@ def test_formulas_give_the_numbers(report: Report) -> None:
         assert row.reason
 
 
-def test_rows_add_up_to_the_stage(report: Report) -> None:
+def test_rows_add_up_to_the_stage(report):
     eager, pruned, rematerialized, compressed, windows, checkpointing = report.activations
     sizes = [checkpointing.bytes, windows.bytes, compressed.bytes, rematerialized.bytes]
     sizes += [pruned.bytes, eager.bytes]
@@ -98,7 +94,7 @@ def test_rows_add_up_to_the_stage(report: Report) -> None:
     assert {row.layers for row in in_layers} == {31}
 
 
-def test_relu_is_kept_as_bits() -> None:
+def test_relu_is_kept_as_bits():
     report = pcg.explain(_short("facebook/opt-6.7b"), peft.LoraConfig(target_modules=["q_proj"]))
     decided = {row.tensor: row for row in report.saved if row.layers == 1}
     assert decided["block_0.relu_signs"].decision == "compress"
@@ -107,7 +103,7 @@ def test_relu_is_kept_as_bits() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 0.5, "120MB"])
-def test_a_budget_is_kept(budget: float | str) -> None:
+def test_a_budget_is_kept(budget):
     config = _short(LLAMA)
     plain, tight = (pcg.explain(config, memory_budget=b) for b in (None, budget))
     kept = {stage.stage: stage for stage in tight.activations}["compressed"]
@@ -127,12 +123,12 @@ def test_a_budget_is_kept(budget: float | str) -> None:
     ("budget", "message"),
     [("1MB", "is less than the least"), (-1, "from 0"), ("much", "from 0"), (True, "from 0")],
 )
-def test_a_budget_that_cannot_be_kept_is_refused(budget: Any, message: str) -> None:
+def test_a_budget_that_cannot_be_kept_is_refused(budget, message):
     with pytest.raises(pcg.PcgError, match=message):
         pcg.explain(_short(LLAMA), memory_budget=budget)
 
 
-def test_text_fits_a_terminal(report: Report) -> None:
+def test_text_fits_a_terminal(report):
     text = report.to_text()
     assert max(map(len, text.splitlines())) <= 100
     for word in ("Llama-3.1-8B", "8.03 B", "eager", "pruned", "workspace", "total", "B*S"):
@@ -141,7 +137,7 @@ def test_text_fits_a_terminal(report: Report) -> None:
     assert "block_0.x" in report.to_text(tensors=True)
 
 
-def test_without_adapters() -> None:
+def test_without_adapters():
     report = pcg.explain(_short(LLAMA), None)
     assert report.peft is None
     assert report.activations == ()
@@ -151,7 +147,7 @@ def test_without_adapters() -> None:
     assert report.memory_bytes["workspace"] > 0
 
 
-def test_several_adapters_add_up() -> None:
+def test_several_adapters_add_up():
     small = peft.LoraConfig(r=8, target_modules=["q_proj"])
     large = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"])
     config = _short(LLAMA)
@@ -164,7 +160,7 @@ def test_several_adapters_add_up() -> None:
     assert "2 adapters" in str(both.peft)
 
 
-def test_a_mixture_of_experts_says_what_it_counts() -> None:
+def test_a_mixture_of_experts_says_what_it_counts():
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
     report = pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora)
     assert report.parameters["base"] == 46_702_792_704
@@ -181,7 +177,7 @@ def test_a_mixture_of_experts_says_what_it_counts() -> None:
     assert 2 * (weights[1] - whole) == weights[0] - whole
 
 
-def test_ranks_above_the_number_of_kv_heads_hold_little_more_than_their_share() -> None:
+def test_ranks_above_the_number_of_kv_heads_hold_little_more_than_their_share():
     """Llama-3.1-70B has 8 KV heads: of 16 ranks each holds one, as a second one does."""
     one, many = (pcg.explain("meta-llama/Llama-3.1-70B", None, tp=tp) for tp in (1, 16))
     weights = [report.memory_bytes["weights"] for report in (one, many)]
@@ -189,7 +185,7 @@ def test_ranks_above_the_number_of_kv_heads_hold_little_more_than_their_share() 
     assert weights[1] - norms <= 1.02 * (weights[0] - norms) / 16
 
 
-def test_what_a_process_on_a_cpu_has_beside_a_gpus_memory_is_named() -> None:
+def test_what_a_process_on_a_cpu_has_beside_a_gpus_memory_is_named():
     options = {"device": "cpu", "dtype": "float32"}
     whole, half = (pcg.explain(_short(LLAMA), memory_budget=b, **options) for b in (1, 0.5))
     step = sum(whole.memory_bytes[kind] for kind in ("gradients", "activations", "workspace"))
@@ -200,25 +196,11 @@ def test_what_a_process_on_a_cpu_has_beside_a_gpus_memory_is_named() -> None:
     assert "holes of the allocator" in whole.to_html()
 
 
-def test_dtype_changes_the_weights() -> None:
-    config = _short(LLAMA)
-    half, whole = (pcg.explain(config, dtype=dtype) for dtype in ("bfloat16", "float32"))
-    frequencies = 4 * 64  # of positions, in fp32
-    assert whole.memory_bytes["weights"] - frequencies == 2 * (
-        half.memory_bytes["weights"] - frequencies
-    )
-    assert (half.dtype, whole.dtype) == ("bfloat16", "float32")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"batch": 0}, "batch=0"),
-        ({"seq": -1}, "seq=-1"),
-        ({"batch": True}, "batch=True"),
-    ],
+    [({"batch": 0}, "batch=0"), ({"seq": -1}, "seq=-1"), ({"batch": True}, "batch=True")],
 )
-def test_what_cannot_be_explained_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_explained_is_refused(options, message):
     with pytest.raises(UnsupportedError, match=message):
         pcg.explain(LLAMA, **options)
 
@@ -236,7 +218,7 @@ TRAINED = {
 }  # fmt: skip
 
 
-def test_every_method_is_accounted_for() -> None:
+def test_every_method_is_accounted_for():
     reports = explaining.compare(_short(LLAMA), dict(zip(TRAINED, TRAINED, strict=True)))
     assert {name: r.parameters["trainable"] for name, r in reports.items()} == TRAINED
     for report in reports.values():
@@ -249,14 +231,14 @@ def test_every_method_is_accounted_for() -> None:
     assert reports["lora"] == pcg.explain(_short(LLAMA), "lora")
 
 
-def test_what_fits_a_gpu() -> None:
+def test_what_fits_a_gpu():
     config = _short(LLAMA)
     (fit,) = pcg.explain(config, batch=32, seq=2048, gpus=["l4"]).fits
     assert not fit.fits
     assert 0 < fit.largest_batch < 32
     assert fit.largest_batch < fit.least_largest_batch
 
-    def total(**options: Any) -> int:
+    def total(**options):
         return pcg.explain(config, **options).memory_bytes["total"]
 
     assert total(batch=fit.largest_batch, seq=2048) <= fit.usable_bytes
@@ -271,10 +253,10 @@ def test_what_fits_a_gpu() -> None:
     assert total(batch=32, seq=2048, memory_budget=budget) <= fit.usable_bytes
 
 
-def test_the_region_of_a_plan() -> None:
+def test_the_region_of_a_plan():
     config = _short(LLAMA)
 
-    def plan(seq: int) -> object:
+    def plan(seq):
         """What is decided of each tensor, and in how many layers."""
         report = pcg.explain(config, seq=seq, memory_budget=0.4)
         return [(row.tensor, row.decision, row.layers) for row in report.saved]
@@ -286,7 +268,7 @@ def test_the_region_of_a_plan() -> None:
     assert low == 1 or plan(low - 1) != plan(low)
 
 
-def _numbers(report: Report, **symbols: int) -> dict[str, int]:
+def _numbers(report, **symbols):
     """The report's formulas at these numbers."""
     values = {sympy.Symbol(name, integer=True, positive=True): n for name, n in symbols.items()}
     return {
@@ -295,11 +277,13 @@ def _numbers(report: Report, **symbols: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("name", "budget"), [(LLAMA, 0.4), ("facebook/opt-6.7b", 1)])
-def test_formulas_in_the_rank(name: str, budget: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget"), [(LLAMA, 0.4), pytest.param("facebook/opt-6.7b", 1, marks=pytest.mark.slow)]
+)
+def test_formulas_in_the_rank(name, budget):
     config = _short(name)
 
-    def report(rank: int, **options: Any) -> Report:
+    def report(rank, **options):
         recipe = LoraConfig(r=rank, target_modules="all-linear")
         return pcg.explain(config, recipe, memory_budget=budget, **options)
 
@@ -313,7 +297,7 @@ def test_formulas_in_the_rank(name: str, budget: float) -> None:
     assert "rank r" in found.to_text(formulas=True)
 
 
-def test_ranks_that_differ_give_no_formula_in_the_rank() -> None:
+def test_ranks_that_differ_give_no_formula_in_the_rank():
     recipe = LoraConfig(r=8, target_modules="all-linear", rank_pattern={"q_proj": 4})
     report = pcg.explain(_short(LLAMA), recipe, find_region=True)
     assert report.region is not None
@@ -321,12 +305,12 @@ def test_ranks_that_differ_give_no_formula_in_the_rank() -> None:
     assert _numbers(report, B=1, S=1024) == report.memory_bytes
 
 
-def test_an_unknown_gpu_is_refused() -> None:
+def test_an_unknown_gpu_is_refused():
     with pytest.raises(UnsupportedError, match=r"'H20'.*did you mean H200\?.*L40S"):
         pcg.explain(LLAMA, gpus=["H20"])
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_numbers_as_people_read_them():
     assert [gib(size) for size in (0, 2**20, 2**30, 5 * 2**40)] == [
         "0",
         "0.0010",
@@ -340,7 +324,7 @@ def test_numbers_as_people_read_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_process_is_small() -> None:
+def test_the_whole_process_is_small():
     """Its peak is of the weights' types alone; benchmarks/startup.py has times."""
     # Not ru_maxrss, which a child inherits from the process that starts it.
     code = (
@@ -356,12 +340,12 @@ def test_the_whole_process_is_small() -> None:
     assert int(ended.stdout) * 1024 <= 2**30
 
 
-def test_depth_costs_no_nodes() -> None:
+def test_depth_costs_no_nodes():
     """Every pass sees as many nodes in 80 layers as in 4; benchmarks/startup.py has times."""
     deep = dict(resolve("meta-llama/Llama-3.1-70B").config)
-    nodes: list[dict[str, int]] = []
+    nodes = []
     for config in (deep, {**deep, "num_hidden_layers": 4}):
-        found: dict[str, int] = {}
+        found = {}
         compiler.compile_program(
             config, observe=lambda r, found=found: found.update({r.name: r.nodes})
         )
@@ -369,5 +353,5 @@ def test_depth_costs_no_nodes() -> None:
     assert nodes[0] == nodes[1]
 
 
-def _short(model: str) -> Mapping[str, Any]:
+def _short(model):
     return {**resolve(model).config, "num_hidden_layers": 2}

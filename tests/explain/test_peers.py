@@ -10,19 +10,14 @@ and make the scores again without the product with the values. Our attention is 
 fused kernel is, whose backward reads its output: it makes both again. There the second is allowed.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from html import unescape
-from typing import Any
 
 import pytest
 
 import pcg
 from pcg.explain.baseline_stages import peer_point
 from pcg.explain.baselines.peers import BUDGETS, MASKLESS, torch_partitioner
-from pcg.explain.report.report import Report
 from pcg.ir.analysis.dataflow import graph_flops, node_flops
 from pcg.peft.lora import LoraConfig
 from pcg.source import resolve
@@ -32,14 +27,14 @@ from tests.support.models import raised, traced
 LLAMA = "meta-llama/Llama-3.1-8B"
 SEQ = 32
 LORA = {"peft_type": "LORA", "r": 4}
-METHODS: Mapping[str, Mapping[str, Any]] = {
+METHODS = {
     "all-linear": {**LORA, "target_modules": "all-linear"},
     "usual": {**LORA, "target_modules": None},
     "biases": {**LORA, "bias": "all", "target_modules": None},
     "dora": {**LORA, "target_modules": "all-linear", "use_dora": True},
     "ia3": {"peft_type": "IA3"},
 }
-QUICK = (("llama3", "all-linear"), ("opt", "usual"), ("gpt2", "usual"), ("llama2", "ia3"))
+QUICK = (("opt", "usual"),)
 WINDOWS = ("mistral-window", "qwen2.5-windows", "qwen2.5-layer_types", "phi3-window")
 """torch's attention has a window in its mask alone: it makes more operations than are counted."""
 CASES = [
@@ -52,7 +47,7 @@ CASES = [
 ]
 
 
-def adapter_of(family: str, method: str) -> dict[str, Any]:
+def adapter_of(family, method):
     """adapter_config.json."""
     fields = dict(METHODS[method])
     if fields["peft_type"] == "LORA" and fields["target_modules"] is None:
@@ -61,7 +56,7 @@ def adapter_of(family: str, method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_no_more_bytes_than_torch_at_the_same_operations(family: str, method: str) -> None:
+def test_no_more_bytes_than_torch_at_the_same_operations(family, method):
     config, adapter = BY_NAME[family].config(3), adapter_of(family, method)
     try:
         report = pcg.explain(config, adapter, seq=SEQ, dtype="bfloat16")
@@ -83,7 +78,7 @@ def test_no_more_bytes_than_torch_at_the_same_operations(family: str, method: st
         assert ours - outside <= point.bytes - point.outside_bytes, point
 
 
-def values_share(family: str) -> float:
+def values_share(family):
     """The product of attention with its values, as a share of the layers' operations."""
     model = raised(family)
     blocks = [model.blocks[index] for index in model.layers]
@@ -92,17 +87,17 @@ def values_share(family: str) -> float:
     return values / sum(graph_flops(block, SEQ, SEQ) for block in blocks)
 
 
-def short(model: str) -> Mapping[str, Any]:
+def short(model):
     return {**resolve(model).config, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report():
     recipe = LoraConfig(r=16, target_modules=("down_proj",))
     return pcg.explain(short(LLAMA), recipe, peers=True)
 
 
-def test_what_torch_compile_keeps_of_llama(report: Report) -> None:
+def test_what_torch_compile_keeps_of_llama(report):
     """The numbers of benchmarks/memory.py, which has dynamo trace the model."""
     stage = report.activations[-1]
     assert (stage.stage, stage.recompute_flops_ratio) == ("torch-partitioner", 0.0)
@@ -112,7 +107,7 @@ def test_what_torch_compile_keeps_of_llama(report: Report) -> None:
     assert f"{12 * 2**20:,} bytes a layer" in note  # 148.2 MiB without mask code
 
 
-def test_points_stand_in_json_text_and_html(report: Report) -> None:
+def test_points_stand_in_json_text_and_html(report):
     fields = json.loads(json.dumps(report.to_json()))
     assert [point["budget"] for point in fields["peers"]] == list(BUDGETS)
     assert fields["activations"][-1]["stage"] == "torch-partitioner"
@@ -125,7 +120,7 @@ def test_points_stand_in_json_text_and_html(report: Report) -> None:
     assert "torch's partitioner, by budget</text>" in unescape(html)
 
 
-def test_without_peers_nothing_is_said_of_them() -> None:
+def test_without_peers_nothing_is_said_of_them():
     report = pcg.explain(short(LLAMA))
     assert report.peers == ()
     assert "torch" not in report.to_text()
@@ -143,7 +138,7 @@ def test_without_peers_nothing_is_said_of_them() -> None:
         ({"a": "lora", "b": "ia3"}, "2 adapters"),
     ],
 )
-def test_what_cannot_be_followed_is_named(peft: Any, why: str) -> None:
+def test_what_cannot_be_followed_is_named(peft, why):
     family = "opt-post_norm" if peft == "bitfit" else "llama2"
     report = pcg.explain(BY_NAME[family].config(2), peft, seq=SEQ, peers=True)
     assert report.peers == ()
@@ -152,6 +147,6 @@ def test_what_cannot_be_followed_is_named(peft: Any, why: str) -> None:
     assert why in note
 
 
-def test_without_adapters_there_is_no_peer() -> None:
+def test_without_adapters_there_is_no_peer():
     report = pcg.explain(BY_NAME["llama2"].config(2), None, peers=True)
     assert (report.peers, report.activations) == ((), ())

@@ -1,27 +1,20 @@
-"""Plans of machines: their memory against `pcg.explain`, prices, and what is not possible."""
-
-from __future__ import annotations
+"""Plans of machines: workloads, memory against `pcg.explain`, prices, and what is not possible."""
 
 import dataclasses
-import json
 import math
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import pcg
-from pcg.errors import UnsupportedError
+from pcg.errors import CostModelError, PcgError, UnsupportedError
 from pcg.ir.operators.base import Operator
 from pcg.ir.operators.linear import Experts
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
 from pcg.parallel.costs.step_costs import SequenceChunk, StepShape, host_seconds
-from pcg.parallel.costs.work import Work
-from pcg.plan.candidate import Candidate
-from pcg.plan.machine_plan import MachinePlan
+from pcg.plan.workload import MachineWorkload, Serving, Training, parse_workload
 from pcg.simulate.simulated_program import simulated_program
 from pcg.source import resolve
 from tests.support import tiny_llama
@@ -30,34 +23,32 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 EXPLAINED = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
 
 
-def usable(gpu: str) -> int:
+def usable(gpu):
     return ACCELERATORS[gpu].memory_bytes - RESERVED_BYTES
 
 
 @cache
-def trained(gpu: str, degrees: tuple[int, ...] = (1,)) -> MachinePlan:
+def trained(gpu, degrees=(1,)):
     """Finetuning of four layers of Llama-3.1-8B, in steps of many long sequences."""
     config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
     return pcg.plan(config, workload="train:32x4096", gpus=[gpu], tp=degrees, price={gpu: 2.0})
 
 
-def explained(one: Candidate, **options: Any) -> dict[str, int]:
+def explained(one, **options):
     config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
-    assert one.choice is not None
     given = {"batch": one.choice.batch, "seq": 4096, "memory_budget": one.choice.budget}
     report = pcg.explain(config, **{**given, **options})
     return dict(report.memory_bytes)
 
 
-def only(plan: MachinePlan, tp: int = 1) -> Candidate:
+def only(plan, tp=1):
     (found,) = [one for one in plan.front if one.machine.tp == tp and one.machine.replicas == 1]
     return found
 
 
-def test_memory_is_what_explain_says() -> None:
+def test_memory_is_what_explain_says():
     """The batch is the largest that fits of those that divide a step."""
     one = only(trained("A100-80"))
-    assert one.choice is not None
     assert one.choice.budget == 1
     assert one.choice.batch * one.choice.accumulation == 32
     memory = explained(one)
@@ -70,25 +61,23 @@ def test_memory_is_what_explain_says() -> None:
 
 
 @pytest.mark.slow
-def test_over_ranks_memory_is_what_explain_says() -> None:
+def test_over_ranks_memory_is_what_explain_says():
     one = only(trained("A100-80", (2,)), tp=2)
     memory = explained(one, tp=2, costs="A100-80")
     assert one.memory_bytes["total"] == memory["total"]
 
 
 @pytest.mark.slow
-def test_budgets_are_the_largest_that_fit() -> None:
+def test_budgets_are_the_largest_that_fit():
     """If one sequence alone does not fit, some is recomputed, and no more than need be."""
     config = {**resolve(LLAMA).config, "num_hidden_layers": 12}
     plan = pcg.plan(config, workload="train:2x16384", gpus=["A10G"], tp=[1])
     one = plan.chosen or plan.closest
-    assert one is not None
-    assert one.choice is not None
     assert one.is_kept
     assert (one.choice.batch, one.choice.accumulation) == (1, 2)
     assert 0 < one.choice.budget < 1
 
-    def total(budget: float) -> int:
+    def total(budget):
         report = pcg.explain(config, batch=1, seq=16384, memory_budget=budget)
         return report.memory_bytes["total"]
 
@@ -97,14 +86,12 @@ def test_budgets_are_the_largest_that_fit() -> None:
     assert f"--memory-budget {one.choice.budget:g}" in plan.command(one)
 
 
-def test_a_base_in_parts_where_no_degree_fits() -> None:
+def test_a_base_in_parts_where_no_degree_fits():
     """A rank's memory is what `explain --shard-base` says, and the command starts such a job."""
     config = {**resolve(LLAMA).config, "num_hidden_layers": 80}
     found = pcg.plan(config, workload="train:8x1024", gpus=["A10G"], tp=(1,), max_gpus=8)
     assert {one.machine.shard_base for one in found.front} == {True}
     chosen = found.chosen
-    assert chosen is not None
-    assert chosen.choice is not None
     replicas = chosen.machine.replicas
     given = {"batch": chosen.choice.batch, "seq": 1024, "memory_budget": chosen.choice.budget}
     memory = pcg.explain(config, shard_base=replicas, **given).memory_bytes
@@ -115,10 +102,10 @@ def test_a_base_in_parts_where_no_degree_fits() -> None:
     assert "base" in found.to_text()
 
 
-def test_replicas_take_parts_of_a_step() -> None:
+def test_replicas_take_parts_of_a_step():
     """Two take as long as one of half the sequences, and the sum of gradients."""
     config = {**resolve(LLAMA).config, "num_hidden_layers": 4}
-    given: dict[str, Any] = {"gpus": ["H100"], "tp": (1,)}
+    given = {"gpus": ["H100"], "tp": (1,)}
     two = pcg.plan(config, workload="train:8x1024", max_gpus=2, **given)
     half = only(pcg.plan(config, workload="train:4x1024", max_gpus=1, **given))
     (both,) = [one for one in two.front if one.machine.gpus == 2]
@@ -128,7 +115,7 @@ def test_replicas_take_parts_of_a_step() -> None:
     assert both.finetuning_tokens_per_s == pytest.approx(8 * 1024 / both.step_s)
 
 
-def test_prices_are_those_of_all_gpus() -> None:
+def test_prices_are_those_of_all_gpus():
     plan = trained("A100-80")
     for one in plan.front:
         assert one.dollars_per_hour == 2.0 * one.machine.gpus
@@ -143,7 +130,7 @@ def test_prices_are_those_of_all_gpus() -> None:
     assert plan.chosen is plan.front[0]
 
 
-def test_without_prices_nothing_is_said_of_dollars() -> None:
+def test_without_prices_nothing_is_said_of_dollars():
     plan = pcg.plan(tiny_llama.config(), workload="train:2x64", gpus=["H100", "L40S"], max_gpus=1)
     assert "$" not in plan.to_text()
     assert "dollars an hour" not in plan.to_html()
@@ -151,7 +138,7 @@ def test_without_prices_nothing_is_said_of_dollars() -> None:
     assert {one.machine.gpu for one in plan.front} == {"H100", "L40S"}  # not compared
 
 
-def test_one_name_and_a_method_that_has_no_word() -> None:
+def test_one_name_and_a_method_that_has_no_word():
     recipe = pcg.LoraConfig(r=2, target_modules=["q_proj"])
     plan = pcg.plan(tiny_llama.config(), recipe, workload="train:2x64", gpus="H100,L40S", tp=1)
     assert {one.machine.gpu for one in plan.front} == {"H100", "L40S"}
@@ -160,14 +147,12 @@ def test_one_name_and_a_method_that_has_no_word() -> None:
     assert any("ADAPTER stands for the directory" in note for note in plan.notes)
 
 
-def test_steps_cost_what_the_simulator_takes() -> None:
+def test_steps_cost_what_the_simulator_takes():
     """One cost model: the seconds of a step are those of the simulated device's graphs."""
     plan = pcg.plan(
         "meta-llama/Llama-3.2-1B", workload="serve:4req/s:200x100", gpus=["A100-80"], tp=[1]
     )
     one = plan.chosen
-    assert one is not None
-    assert one.load is not None
     assert one.sustained_per_s is not None
     costs = simulated_program("meta-llama/Llama-3.2-1B", "A100-80").costs
     alone_s = costs.step_seconds(StepShape.of([SequenceChunk(1, 250, True)]))
@@ -182,30 +167,23 @@ def test_steps_cost_what_the_simulator_takes() -> None:
         gpus=["A100-80"],
         tp=[1],
     )
-    assert free.chosen is not None
     assert free.chosen.machine.replicas == 2  # one more than what one sustains
 
 
-def test_steps_over_ranks_take_no_less_than_their_launches() -> None:
+def test_steps_over_ranks_take_no_less_than_their_launches():
     """They are not recorded: the host launches 16 layers, which is longer than the device takes."""
     name, load = "meta-llama/Llama-3.2-1B", "serve:4req/s:200x100"
     one, two = (pcg.plan(name, workload=load, gpus=["H100"], tp=[tp]) for tp in (1, 2))
-    assert one.chosen is not None
-    assert two.chosen is not None
-    assert one.chosen.load is not None
-    assert two.chosen.load is not None
     assert one.chosen.load.tpot_s < host_seconds(16) <= two.chosen.load.tpot_s
     said = "the host launches steps"
     assert not any(said in note for note in one.notes)
     assert any(said in note and "0.43 ms a layer" in note for note in two.notes)
 
 
-def test_pages_are_those_of_requests_in_flight() -> None:
+def test_pages_are_those_of_requests_in_flight():
     config = {**tiny_llama.config(), "max_position_embeddings": 4096}
     plan = pcg.plan(config, workload="serve:20req/s:512x128", gpus=["L40S"], tp=[1], max_gpus=1)
     one = plan.chosen
-    assert one is not None
-    assert one.load is not None
     tokens = math.ceil(one.load.in_flight) * 640
     a_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, sizes, fp32
     assert one.memory_bytes["kv_cache"] == tokens * a_token
@@ -213,7 +191,7 @@ def test_pages_are_those_of_requests_in_flight() -> None:
     assert one.memory_bytes["total"] == served.memory_bytes["total"]
 
 
-def test_the_closest_where_nothing_keeps_the_promises() -> None:
+def test_the_closest_where_nothing_keeps_the_promises():
     plan = pcg.plan(
         tiny_llama.config(),
         workload="train:1x64,serve:1req/s:32x32",
@@ -224,7 +202,6 @@ def test_the_closest_where_nothing_keeps_the_promises() -> None:
     )
     assert (plan.chosen, plan.front, plan.kept) == (None, (), 0)
     closest = plan.closest
-    assert closest is not None
     (broken,) = [promise for promise in closest.promises if not promise.is_kept]
     assert broken.name == "tpot"
     assert "no machine keeps what is promised; the closest is" in plan.to_text()
@@ -232,23 +209,21 @@ def test_the_closest_where_nothing_keeps_the_promises() -> None:
     assert plan.to_json()["closest"]["gpu"] == "A10G"
 
 
-def test_what_does_not_fit_is_said_with_its_bytes() -> None:
+def test_what_does_not_fit_is_said_with_its_bytes():
     """The weights alone are too large, which is known without a plan over ranks."""
     plan = pcg.plan("meta-llama/Llama-3.1-70B", workload="train:1x1024", gpus=["A10G"], max_gpus=4)
-    assert plan.closest is not None
     assert not plan.front
     weights = pcg.explain("meta-llama/Llama-3.1-70B", None, seq=8).memory_bytes["weights"]
     assert plan.closest.memory_bytes["total"] == weights // 4
     assert f"memory {weights / 4 / 2**30:.2f} GiB a rank, at most 21.49 wanted" in plan.to_text()
 
 
-def test_finetuning_is_promised_too() -> None:
-    options: dict[str, Any] = {"workload": "train:2x64", "gpus": ["A10G"], "max_gpus": 1}
+def test_finetuning_is_promised_too():
+    options = {"workload": "train:2x64", "gpus": ["A10G"], "max_gpus": 1}
     free = pcg.plan(tiny_llama.config(), **options)
     assert free.chosen is not None
     most = max(one.throughput for one in free.front)
     kept = pcg.plan(tiny_llama.config(), **options, finetuning_tokens_per_s=0.99 * most)
-    assert kept.chosen is not None
     assert kept.chosen.throughput >= 0.99 * most
     none = pcg.plan(tiny_llama.config(), **options, finetuning_tokens_per_s=1.01 * most)
     assert none.chosen is None
@@ -256,28 +231,25 @@ def test_finetuning_is_promised_too() -> None:
 
 
 @pytest.fixture
-def frozen_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def frozen_experts(monkeypatch):
     """Experts through which no gradient flows back, as of operators that have none."""
     monkeypatch.setattr(Experts, "gradient", Operator.gradient)
 
 
 @pytest.mark.usefixtures("frozen_experts")
-def test_a_model_that_is_not_finetuned_serves() -> None:
+def test_a_model_that_is_not_finetuned_serves():
     config = {**resolve("mistralai/Mixtral-8x7B-v0.1").config, "num_hidden_layers": 2}
     with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'experts'"):
         pcg.plan(config, workload="train:1x64", gpus=["H100"], tp=[1])
     plan = pcg.plan(config, workload="serve:1req/s", gpus=["H100"], tp=[1])
-    assert plan.chosen is not None
     assert plan.chosen.is_kept
 
 
-def test_served_adapters_take_memory_and_time() -> None:
-    options: dict[str, Any] = {"gpus": ["A100-80"], "tp": [1], "max_gpus": 1}
+def test_served_adapters_take_memory_and_time():
+    options = {"gpus": ["A100-80"], "tp": [1], "max_gpus": 1}
     config = {**resolve("huggyllama/llama-7b").config, "num_hidden_layers": 4}
     base = pcg.plan(config, workload="serve:10req/s:64x64", **options).chosen
     many = pcg.plan(config, workload="serve:10req/s:64x64", adapters=100, **options).chosen
-    assert base is not None
-    assert many is not None
     assert base.load
     assert many.load
     shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
@@ -290,18 +262,16 @@ def test_served_adapters_take_memory_and_time() -> None:
     assert base.memory_bytes["served_adapters"] == 0
 
 
-def test_a_profile_takes_the_place_of_a_sheet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_takes_the_place_of_a_sheet(tmp_path, monkeypatch):
     """A device that takes twice what the sheet says, for every operator that is asked for."""
-    asked: dict[Work, float] = {}
+    asked = {}
     on_sheet = SheetModel.work_seconds
 
-    def recorded(model: SheetModel, work: Work) -> float:
+    def recorded(model, work):
         return asked.setdefault(work, on_sheet(model, work))
 
     monkeypatch.setattr(SheetModel, "work_seconds", recorded)
-    options: dict[str, Any] = {"workload": "train:2x64", "gpus": ["H100"], "max_gpus": 2}
+    options = {"workload": "train:2x64", "gpus": ["H100"], "max_gpus": 2}
     sheet = pcg.plan(tiny_llama.config(), **options, tp=[1]).chosen
     points = tuple(
         OperatorTime(dataclasses.replace(work, shapes=f"{place}"), 2 * seconds)
@@ -309,8 +279,6 @@ def test_a_profile_takes_the_place_of_a_sheet(
     )
     DeviceProfile("a slow H100", {}, points).save(tmp_path / "h100.json")
     plan = pcg.plan(tiny_llama.config(), **options, costs=tmp_path / "h100.json")
-    assert sheet is not None
-    assert plan.chosen is not None
     assert sheet.step_s is not None
     assert plan.chosen.step_s is not None
     assert plan.chosen.step_s == pytest.approx(2 * sheet.step_s)
@@ -320,19 +288,8 @@ def test_a_profile_takes_the_place_of_a_sheet(
     assert "tp=2 cannot be" in plan.to_text()
 
 
-def test_plans_are_the_same_again() -> None:
-    def made() -> dict[str, Any]:
-        plan = pcg.plan(tiny_llama.config(), workload="train:2x64,serve:2req/s:32x32", max_gpus=1)
-        return plan.to_json()
-
-    first = made()
-    assert first == made()
-    assert json.loads(json.dumps(first)) == first
-    assert first["front"][first["chosen"]]["command"].startswith("pcg compile")
-
-
 @pytest.mark.usefixtures("frozen_experts")
-def test_a_model_that_no_degree_finetunes_is_refused_though_one_gpu_is_too_small() -> None:
+def test_a_model_that_no_degree_finetunes_is_refused_though_one_gpu_is_too_small():
     """As on a larger GPU, and not as one that lacks memory."""
     with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator"):
         pcg.plan("mistralai/Mixtral-8x7B-v0.1", workload="train:4x64", gpus=["H100"], tp=[1, 2])
@@ -347,8 +304,72 @@ def test_a_model_that_no_degree_finetunes_is_refused_though_one_gpu_is_too_small
         ({"optimizer_options": {"weight_decay": 0.1}}, "give weight_decay= to the job"),
     ],
 )
-def test_what_is_out_of_range_is_refused_before_anything_is_traced(
-    given: dict[str, Any], message: str
-) -> None:
+def test_what_is_out_of_range_is_refused_before_anything_is_traced(given, message):
     with pytest.raises(UnsupportedError, match=message):
         pcg.plan("openai-community/gpt2-xl", **{"workload": "train:4x64", **given})
+
+
+def test_a_workload_is_read():
+    assert parse_workload("train:4x2048") == MachineWorkload(Training(4, 2048))
+    assert parse_workload("serve:2.5req/s") == MachineWorkload(None, Serving(2.5, 161, 338))
+    both = parse_workload(" serve:20req/s:512x128 , train:1x8192")
+    assert both == MachineWorkload(Training(1, 8192), Serving(20.0, 512, 128))
+    words = (
+        "finetuning steps of 1 × 8,192 tokens, beside 20 requests/s of 512 tokens, 128 generated"
+    )
+    assert str(both) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:4", "workload 'train:4'; use train:BATCHxTOKENS, as train:4x2048"),
+        ("serve:20", "workload 'serve:20'; use serve:RATEreq/s or serve:RATEreq/s:PROMPTxOUTPUT"),
+        ("serve:20req/s:512", "use serve:RATEreq/s or"),
+        ("", "workload ''; use train:BATCHxTOKENS"),
+        ("tran:4x2048", "workload 'tran:4x2048'; use train:BATCHxTOKENS"),
+        ("train:4x20,train:1x20", "has train twice; give it once"),
+        ("train:0x20", "sequences a step: 0; use at least 1"),
+        ("train:2x1", "tokens of a sequence: 1; use at least 2"),
+        ("serve:0req/s", "0 requests a second; use a rate above 0"),
+        ("serve:1req/s:8x1", "generated tokens: 1; use at least 2"),
+    ],
+)
+def test_what_is_no_workload(text, message):
+    with pytest.raises(PcgError) as found:
+        parse_workload(text)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": ["H1000"]}, "no GPU is known as 'H1000'; did you mean H100"),
+        ({"price": {"H100": -1.0}}, "price H100=-1.0; use dollars an hour above 0"),
+        ({"gpus": ["h100"], "price": {"L40S": 1}}, "of no GPU to choose from; these are H100"),
+        ({"max_gpus": 0}, "max_gpus=0; use an int from 1 to 4096"),
+        ({"tp": [16]}, "tp=16; use degrees from 1 to max_gpus=8"),
+        ({"dtypes": ["nf4"]}, "dtype='nf4'; use one of float32"),
+        ({"tpot_slo_ms": 0}, "tpot_slo_ms=0; use a number above 0"),
+        ({"costs": "H100"}, "of one device, and 6 GPUs are to choose from"),
+        ({"adapters": 2}, "used by requests, and workload 'train:1x64' has none"),
+        ({"peft": None}, "needs a method, and there is none; name one"),
+        ({"workload": "serve:1req/s", "finetuning_tokens_per_s": 9}, "trains nothing; add train:"),
+        ({"workload": "train:1x512"}, "sequences of 512 tokens are beyond the 256 positions"),
+        ({"tp": [3]}, "tp=3 does not divide num_attention_heads=4"),
+        ({"optimiser": "sgd"}, "unknown option 'optimiser', did you mean 'optimizer'"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(PcgError) as found:
+        pcg.plan(tiny_llama.config(), **{"workload": "train:1x64", **options})
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_file_that_is_no_profile():
+    with pytest.raises(CostModelError, match="there is no profile nowhere"):
+        pcg.plan(
+            tiny_llama.config(), workload="train:1x64", gpus=["H100"], costs="nowhere/profile.json"
+        )

@@ -1,16 +1,17 @@
 """Replaying a workload: everything comes when it should, and the report is of it all."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
+from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pcg.errors import BenchmarkError
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.metrics.events import Kind
-from pcg.runtime.metrics.report import Outcome, ServingReport
+from pcg.runtime.metrics.events import Event, Kind
+from pcg.runtime.metrics.report import Outcome, Slo, serving_report
+from pcg.simulate.latency_plot import serving_svg
 from pcg.simulate.replay import replay, train
 from pcg.simulate.workload import TimedRequest, Workload
 from tests.support.small_engine import DATA, LORA, OPTIONS, make_engine, make_executor
@@ -25,7 +26,7 @@ WORKLOAD = Workload(
 )
 
 
-def test_requests_come_when_their_time_has_come() -> None:
+def test_requests_come_when_their_time_has_come():
     executor = make_executor()
     engine = make_engine(executor, 64, Limits(ttft_slo_s=50.0))
     report = replay(engine, WORKLOAD, executor.adapters, 128)
@@ -44,18 +45,19 @@ def test_requests_come_when_their_time_has_come() -> None:
     assert report.duration_s > 0.9
 
 
-def test_prompts_are_those_of_the_seed() -> None:
-    def prompts(seed: int) -> list[tuple[int, ...]]:
+@pytest.mark.slow
+def test_prompts_are_those_of_the_seed():
+    def prompts(seed):
         executor = make_executor()
         engine = make_engine(executor, 64)
         found = []
         submit = engine.submit
 
-        def seen(request, came_s=None):  # type: ignore[no-untyped-def]
+        def seen(request, came_s=None):
             found.append(request.prompt_ids)
             return submit(request, came_s)
 
-        engine.submit = seen  # type: ignore[method-assign]
+        engine.submit = seen
         replay(engine, WORKLOAD.part(0.0, 0.1), executor.adapters, 128, seed=seed)
         return found
 
@@ -64,12 +66,12 @@ def test_prompts_are_those_of_the_seed() -> None:
     assert all(0 <= token < 128 for prompt in prompts(1) for token in prompt)
 
 
-def until_trained(run: Callable[[], ServingReport]) -> ServingReport:
+def until_trained(run):
     """Run until a job has done a step meanwhile, as it does at once where nobody else computes."""
     return next(report for _ in range(60) if (report := run()).finetuning_steps)
 
 
-def test_jobs_train_beside_and_alone() -> None:
+def test_jobs_train_beside_and_alone():
     executor = make_executor()
     engine = make_engine(executor, 64, Limits(tpot_slo_s=0.5))
     options = {**OPTIONS, "max_steps": 10_000}
@@ -86,7 +88,7 @@ def test_jobs_train_beside_and_alone() -> None:
         train(engine, 1.0)
 
 
-def test_a_refusal_is_in_the_report() -> None:
+def test_a_refusal_is_in_the_report():
     executor = make_executor()
     engine = make_engine(executor, 4)
     workload = Workload((TimedRequest(0.0, None, 100, 4), TimedRequest(0.0, None, 10, 4)))
@@ -94,7 +96,7 @@ def test_a_refusal_is_in_the_report() -> None:
     assert [line.outcome for line in report.requests] == [Outcome.REFUSED, Outcome.FINISHED]
 
 
-def test_what_cannot_be_replayed() -> None:
+def test_what_cannot_be_replayed():
     executor = make_executor()
     engine = make_engine(executor, 64)
     with pytest.raises(BenchmarkError, match="asks for adapter 'a', the first of 1"):
@@ -105,7 +107,7 @@ def test_what_cannot_be_replayed() -> None:
     assert all(event.kind is not Kind.SUBMITTED for event in engine.log)
 
 
-def test_requests_that_can_never_run_end_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_can_never_run_end_the_replay(monkeypatch):
     """A paused job holds pages that a request needs."""
     executor = make_executor()
     engine = make_engine(executor, 8)
@@ -119,3 +121,86 @@ def test_requests_that_can_never_run_end_the_replay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pcg.simulate.replay._MOST_STUCK", 20)
     with pytest.raises(BenchmarkError, match="1 requests wait, and none can run: 0 of 8 pages"):
         replay(engine, Workload((TimedRequest(0.0, None, 9, 2),)), {}, 128)
+
+
+def request(name, submitted, *tokens, **slos):
+    return [
+        Event(submitted, Kind.SUBMITTED, name, {"prompt_tokens": 5, **slos}),
+        *(Event(time, Kind.TOKEN, name, {"count": 1}) for time in tokens),
+        Event(tokens[-1], Kind.FINISHED, name),
+    ]
+
+
+def report_of(events, slo=None):
+    return serving_report(sorted(events, key=lambda one: one.time_s), slo)
+
+
+class Drawn:
+    """The lines of a plot, and its texts."""
+
+    def __init__(self, events, slo=None):
+        root = ElementTree.fromstring(serving_svg(report_of(events, slo), "serving"))
+        parts = list(root.iter())
+        self.texts = [part.text for part in parts if part.tag.endswith("text")]
+        self.lines = []
+        self.paths = []
+        self.box = tuple(map(float, root.attrib["viewBox"].split()))
+        for part in parts:
+            if "data-label" in part.attrib:
+                pairs = (pair.split(":") for pair in part.attrib["data-values"].split())
+                points = [(float(x), float(y)) for x, y in pairs]
+                self.lines.append((part.attrib["data-label"], points))
+                places = (pair.split() for pair in part.attrib["d"][1:].split("L"))
+                self.paths.append([(float(x), float(y)) for x, y in places])
+
+    def line(self, label, place=0):
+        return [points for name, points in self.lines if name == label][place]
+
+
+def test_samples_are_where_they_belong():
+    # From 0 s to 60 s: each of the sixty parts is a second. TTFT is 1 s, then 3 s.
+    log = [*request("a", 0.5, 1.5, 1.75), *request("b", 30.5, 33.5, 34.0)]
+    log += [Event(0.0, Kind.STARTED, "job"), Event(60.0, Kind.COMPLETED, "job")]
+    plot = Drawn(log, Slo(ttft_s=2.0))
+    assert plot.line("median") == [(0.5, 1.0), (30.5, 3.0)]
+    assert plot.line("99th percentile") == plot.line("median")  # of one sample each
+    assert [height for _, height in plot.line("SLO")] == [2.0, 2.0]
+    points = plot.line("share")
+    assert points[0] == (1.0, 0.0)
+    assert points[-1] == (3.0, 1.0)
+    assert points == sorted(points)
+    assert [latency for latency, _ in plot.line("SLO", 1)] == [2.0, 2.0]
+    kinds = ("time to first token, s", "time per output token, ms", "inter-token latency, ms")
+    assert [text for text in plot.texts if text in kinds] == list(kinds)
+
+
+def test_rows_without_samples_are_left_out():
+    assert [label for label, _ in Drawn(request("a", 0.0, 1.0)).lines] == [
+        "99th percentile",
+        "median",
+        "share",
+    ]
+    nobody = [Event(0.0, Kind.STARTED, "j"), Event(1.0, Kind.COMPLETED, "j")]
+    assert Drawn(nobody).lines == []
+    assert "No request finished." in Drawn(nobody).texts
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.floats(0, 1e4), st.lists(st.floats(0, 1e3), min_size=1, max_size=5)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_all_that_is_drawn_lies_in_its_panel(requests):
+    events = [Event(0.0, Kind.STARTED, "job")]
+    for index, (start, gaps) in enumerate(requests):
+        times = [start + sum(gaps[: i + 1]) for i in range(len(gaps))]
+        events += request(f"r{index}", start, *times)
+    events.append(Event(2e4, Kind.COMPLETED, "job"))
+    plot = Drawn(events)
+    left, top, width, height = plot.box
+    for points in plot.paths:
+        for x, y in points:
+            assert left <= x <= left + width
+            assert top <= y <= top + height

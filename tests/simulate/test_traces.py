@@ -1,7 +1,5 @@
 """Trace files: what is written is read back, and what is wrong is named with its line."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +20,14 @@ REQUESTS = st.builds(
 
 
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=20))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, requests: list[TimedRequest]) -> None:
+def test_round_trip(tmp_path_factory, requests):
     workload = Workload(tuple(sorted(requests, key=lambda one: one.time_s)))
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     workload.save(path)
     assert Workload.load(path) == workload
 
 
-def test_a_line_is_what_the_docs_say(tmp_path: Path) -> None:
+def test_a_line_is_what_the_docs_say(tmp_path):
     path = tmp_path / "trace.jsonl"
     Workload((TimedRequest(0.25, "adapter-3", 310, 64), TimedRequest(0.5, None, 1, 2, "b"))).save(
         path
@@ -62,14 +60,14 @@ GOOD = '{"time_s": 1.0, "prompt_tokens": 1, "output_tokens": 2}\n'
         ("\xff", "is damaged: byte 0 is not UTF-8"),
     ],
 )
-def test_errors_name_the_line(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_the_line(tmp_path, line, message):
     path = tmp_path / "trace.jsonl"
     path.write_bytes(GOOD.encode() + b"\n" + line.strip().encode("latin-1") + b"\n")
     with pytest.raises(BenchmarkError, match=rf"trace\.jsonl line 3:? {message}"):
         Workload.load(path)
 
 
-def test_no_file_and_no_requests(tmp_path: Path) -> None:
+def test_no_file_and_no_requests(tmp_path):
     with pytest.raises(BenchmarkError, match="no trace file"):
         Workload.load(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -77,13 +75,13 @@ def test_no_file_and_no_requests(tmp_path: Path) -> None:
         Workload.load(tmp_path / "empty.jsonl")
 
 
-def test_order_is_checked() -> None:
+def test_order_is_checked():
     with pytest.raises(BenchmarkError, match=r"request 1 comes at 1\.0 s, before request 0"):
         Workload((TimedRequest(2.0, None, 1, 1), TimedRequest(1.0, None, 1, 1)))
 
 
 @given(seed=st.integers(0, 1000), rate=st.floats(0.1, 1000.0))
-def test_at_rate(seed: int, rate: float) -> None:
+def test_at_rate(seed, rate):
     found = synthetic(Poisson(3.0), Between(1, 9), Between(1, 9), seed=seed, requests=50)
     pressed = found.at_rate(rate)
     assert len(pressed) / pressed.duration_s == pytest.approx(rate)
@@ -92,7 +90,7 @@ def test_at_rate(seed: int, rate: float) -> None:
     assert ratio == pytest.approx(pressed.duration_s / found.duration_s)
 
 
-def test_part() -> None:
+def test_part():
     found = Workload(tuple(TimedRequest(float(i), None, i + 1, 1) for i in range(10)))
     part = found.part(3.0, 6.0)
     assert [(one.time_s, one.prompt_tokens) for one in part] == [(0.0, 4), (1.0, 5), (2.0, 6)]
@@ -104,7 +102,7 @@ def test_part() -> None:
         found.part(3.0, 4.0).at_rate(1.0)
 
 
-def test_azure(tmp_path: Path) -> None:
+def test_azure(tmp_path):
     path = tmp_path / "azure.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -126,7 +124,7 @@ def test_azure(tmp_path: Path) -> None:
     assert [one.time_s for one in read_public_trace(path)] == pytest.approx([0.0, 0.007405])
 
 
-def test_burstgpt(tmp_path: Path) -> None:
+def test_burstgpt(tmp_path):
     path = tmp_path / "burst.csv"
     path.write_text(
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -155,7 +153,7 @@ def test_burstgpt(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
     ],
 )
-def test_public_traces_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_public_traces_that_are_none(tmp_path, text, message):
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(BenchmarkError, match=message):

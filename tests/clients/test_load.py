@@ -1,6 +1,4 @@
-"""guidellm's load: all requests of a short run succeed, on every endpoint that it knows."""
-
-from __future__ import annotations
+"""guidellm's load succeeds on every endpoint, and schemathesis finds nothing beyond the schema."""
 
 import json
 from functools import partial
@@ -8,23 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.other_clients import (
-    BASE,
-    CHECKPOINT,
-    KEY,
-    Served,
-    client_program,
-    run_client,
-    served,
-)
+from tests.support.other_clients import BASE, CHECKPOINT, KEY, client_program, run_client, served
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 REQUESTS, PROMPT, OUTPUT = 12, 24, 16
 
 
-def run(server: Served, home: Path, endpoint: str, model: str, profile: str) -> list[dict]:
+def run(server, home, endpoint, model, profile):
     """The benchmarks that it reports."""
     backend = {
         "kind": "openai_http",
@@ -43,7 +33,7 @@ def run(server: Served, home: Path, endpoint: str, model: str, profile: str) -> 
     return json.loads((home / "report.json").read_text())["benchmarks"]
 
 
-def answered(log: Path, endpoint: str, model: str) -> int:
+def answered(log, endpoint, model):
     """The requests that the server answered to their end, by its access log.
 
     guidellm's own count may lack the last one on a machine that is busy.
@@ -55,7 +45,7 @@ def answered(log: Path, endpoint: str, model: str) -> int:
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_all_requests_of_a_run_succeed(tmp_path: Path, endpoint: str) -> None:
+def test_all_requests_of_a_run_succeed(tmp_path, endpoint):
     with served(tmp_path / "log", ("typed",)) as server:
         for model, profile in ((BASE, "kind=synchronous"), ("typed", "kind=concurrent,streams=8")):
             (benchmark,) = run(server, tmp_path, endpoint, model, profile)
@@ -67,3 +57,33 @@ def test_all_requests_of_a_run_succeed(tmp_path: Path, endpoint: str) -> None:
             assert whole() == REQUESTS
             for request in benchmark["requests"]["successful"]:
                 assert request["output_metrics"]["text_tokens"] == OUTPUT
+
+
+LENGTH = 128
+"""The most tokens of a prompt and its output: without a bound of its own, a request fills them."""
+EXAMPLES = 40
+SEEDS = (1, 2)
+
+
+def test_every_endpoint_keeps_to_its_schema(tmp_path):
+    """All checks but `positive_data_acceptance`: rules among fields, as that a prompt and its
+
+    output fit into the model or that best_of is at least n, do not stand in a schema.
+    """
+    program = client_program("schemathesis", "st")
+    bound = ("--max-model-len", str(LENGTH), "--data-dir", str(tmp_path / "data"))
+    with served(tmp_path / "log", ("typed",), bound) as server:
+        for seed in SEEDS:
+            command = [program, "run", f"{server.url}/openapi.json", "--seed", str(seed)]
+            command += ["-H", f"Authorization: Bearer {KEY}", "--generation-database", "none"]
+            command += ["--max-examples", str(EXAMPLES), "--no-color", "--warnings", "off"]
+            command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]
+            run_client(
+                command,
+                tmp_path,
+                timeout_s=900,
+                PYTHONPATH=str(Path(__file__).parent),
+                SCHEMATHESIS_HOOKS="schemathesis_hooks",
+                PCG_MODEL=BASE,
+            )
+    assert "Traceback" not in (tmp_path / "log").read_text()
