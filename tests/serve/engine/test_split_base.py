@@ -58,6 +58,7 @@ def test_http_and_split_clients_are_served_by_one_engine():
             assert oracle.relative_error(one, other) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_split_client_is_served_beside_requests_that_miss_their_slo():
     """They leave no time at all, for as long as the client runs."""
     is_over = threading.Event()
