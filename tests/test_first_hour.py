@@ -399,22 +399,21 @@ def check_rows(results: Results) -> None:
     for (case, setting), row in results.rows.items():
         rows.setdefault(case, {})[setting] = row
         assert row.ours_us is None or row.predicted_us, setting
-    for row in rows["kernels"].values():
+    for row in rows.get("kernels", {}).values():
         assert row.predicted_us
         assert row.peers_us
         assert not row.note  # of a peer that failed
-    assert sum("peft" in name or "transformers" in name for name in rows["8B"]) == 5
-    assert "greedy tokens of 1B in bf16" in rows["8B"]
-
-
-DRY = ("kernels", "8B")
+    if "8B" in results.finished:
+        assert sum("peft" in name or "transformers" in name for name in rows["8B"]) == 5
+        assert "greedy tokens of 1B in bf16" in rows["8B"]
 
 
 @pytest.mark.timeout(1200)
-def test_a_dry_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["kernels", pytest.param("8B", marks=pytest.mark.slow)])
+def test_a_dry_run(tmp_path: Path, name: str) -> None:
     """The same code with small sizes, as far as it does not take long."""
-    results = dry(tmp_path, "--only", *DRY)
-    assert results.finished == {"device", "assembler", *DRY}
+    results = dry(tmp_path, "--only", name)
+    assert results.finished == {"device", "assembler", name}
     check_rows(results)
 
 
