@@ -66,6 +66,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.weights import RandomWeights
 from pcg.runtime.training import step as training_step
+from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import BatchPart, run_stages
 
 CONFIG = {
@@ -395,7 +396,9 @@ def context_rank(output: str, rounds: int, tokens: int) -> None:
     mesh = join_mesh(MeshSizes(cp=2), torch.device("cpu"))
     shared, alone = executors(mesh)
     example = Example([3] * tokens, [3] * tokens)
-    runners = {e: e.training_runner("a") for e in (shared, alone) if e is not None}
+    runners = {
+        e: training_runner(e.state, e.adapters["a"]) for e in (shared, alone) if e is not None
+    }
 
     def train(executor: Any) -> object:
         return executor is not None and runners[executor].forward_backward([example], tokens)

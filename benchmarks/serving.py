@@ -323,8 +323,8 @@ class Turn:
 
 def turns(
     load: Any, scraping: Any, bodies: list[Any], pids: list[int], turn_s: float
-) -> list[Turn]:
-    """Stream, and scrape every other turn; returns the turns, the first one without scrapes."""
+) -> list[Turn | None]:
+    """Stream, and scrape every other turn; None for turns in which not all streams ran."""
     load.pipe.send(bodies)
     time.sleep(2.0)  # prompts are read
     measured: list[tuple[float, float, tuple[float, ...], int]] = []
@@ -349,8 +349,9 @@ def turns(
 
     return [
         Turn((steps_at(end_s) - steps_at(begin_s)) / (end_s - begin_s) * len(bodies), spent, count)
+        if found[0][0] < begin_s and end_s < found[-1][0]
+        else None
         for begin_s, end_s, spent, count in measured
-        if end_s < found[-1][0]
     ]
 
 
@@ -370,7 +371,9 @@ def scrapes(
         for run in range(runs):
             bodies = [body(one, tokens) for one in prompts_of(run, streams)]
             found = turns(load, scraping, bodies, pids, turn_s)
-            for a, one, b in zip(found[:-2:2], found[1:-1:2], found[2::2], strict=True):
+            for a, one, b in zip(found[::2], found[1::2], found[2::2], strict=False):
+                if a is None or one is None or b is None:
+                    continue
                 rate = (a.rate + b.rate) / 2
                 cpu = [(x + y) / 2 for x, y in zip(a.cpu_s, b.cpu_s, strict=True)]
                 of_server, _, of_scraper = (
