@@ -1,13 +1,13 @@
 """The store of a server: a data folder, which a server uses exclusively.
 
-<folder>/lock           locked by the server, with its process id and the number of its use of the
-                        database; `ended` after an orderly end
+<folder>/lock           locked by the server; text: process id and a random number of this use of
+                        the database, which its header also has; `ended` after an orderly end
 <folder>/identity.json  the id of the folder, which the database also has
 <folder>/pcg.sqlite     the database
 <folder>/SHA256SUMS     the checksum of the database, while no server uses it
-<folder>/files/         blobs, by digest
-<folder>/quarantine/    paths without a row, found at a start
-<folder>/reserve        room for deletions on a full disk
+<folder>/files/         blobs, by digest; jobs/ and tinker/ have folders that rows name
+<folder>/quarantine/    paths without a row, found at a start; damaged files, of a repair
+<folder>/reserve        a file that is truncated to make room for deletions on a full disk
 
 A missing part never causes a deletion: a folder with parts of different stores is refused, and `pcg
 data check` reports its faults.
@@ -55,7 +55,7 @@ DATABASE = "pcg.sqlite"
 IDENTITY = "identity.json"
 LOCK = "lock"
 KEPT = ("files", "jobs", "tinker")
-"""Folders of the paths that rows name."""
+"""Subfolders with the files and folders that rows of the database name."""
 _ENDED, _ENDING = "ended", "ending"
 _LOG = logging.getLogger("pcg.serve")
 
@@ -68,9 +68,9 @@ class Store:
 
     Attributes:
         folder: the data folder.
-        database: rows.
-        contents: blobs of files.
-        reserve: room for deletions, whole unless the disk is full.
+        database: the SQLite database.
+        contents: the blobs of uploaded files.
+        reserve: a file that is truncated for deletions on a full disk, and refilled later.
     """
 
     def __init__(self, folder: Path, reserve: Reserve) -> None:
@@ -117,14 +117,14 @@ class Store:
         *args: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
-        """Run a deletion, as `write`; on a full disk with the room of the reserve."""
+        """Run a deletion like `write`. On a full disk, it may truncate the reserve for room."""
         write = self.database.write(
             lambda connection: act(connection, *args, **keywords), may_use_reserve=True
         )
         return await asyncio.wrap_future(write)
 
     def discard(self, unnamed: Iterable[Path]) -> None:
-        """Delete paths that a record of removals names, and move the others to quarantine."""
+        """Delete paths with a record of removal, and move the others to quarantine."""
         discard(self.database, self.folder, unnamed)
 
     def close(self) -> None:
@@ -133,14 +133,14 @@ class Store:
 
 
 def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connection:
-    """Open the undamaged database of a data folder and check that it belongs to its contents.
+    """Open the database of a data folder; refuse a damaged or foreign database or log.
 
     Args:
-        is_checked: refuse a database if all its contents are missing, and log missing contents.
+        is_checked: refuse a database if a subfolder lacks all its paths; log other missing paths.
 
     Raises:
-        ServeError: it is missing although contents exist, it is damaged, or it is of another
-            folder.
+        ServeError: the database is missing although contents exist, is damaged, or belongs to
+            another folder; or its log is missing or belongs to another database.
     """
     path, kept = folder / DATABASE, [name for name in KEPT if _has_entries(folder / name)]
     fix = f"; restore it from a copy, or run {_check(folder)}"
@@ -152,7 +152,7 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
             raise ServeError(f"{shown_path(path)} {state}, but {what} exists{fix}")
     is_running = _owner(folder / LOCK) not in ("", _ENDED, _ENDING)
     log, has_log = path.with_name(f"{DATABASE}-wal"), has_log_of(path)
-    # The last connection removes the log with its index on closing.
+    # On closing, the last connection removes the log and its index (-shm) together.
     if is_running and is_file(path.with_name(f"{DATABASE}-shm")) and not has_log:
         raise ServeError(
             f"{shown_path(log)} is missing, and its server was killed before it had written all "
@@ -163,8 +163,8 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
             f"{shown_path(log)} is the log of another {DATABASE}, which was replaced: restore "
             f"both from the same copy, or move {log.name} away to continue without it{fix}"
         )
-    # If the lock does not record a use, the log may still be of another database. So the log is
-    # applied only after both have been checked.
+    # A lock without a use number cannot reveal a foreign log. So a read-only connection checks the
+    # database with its log first; only then may a connection write the log into the database.
     connection = connect(path, is_read_only=has_log)
     try:
         _check_database(connection, folder, kept, fix)
@@ -180,7 +180,7 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
 
 
 def has_log_of(database: Path) -> bool:
-    """Return whether a database has a log that is not completely applied."""
+    """Return whether a database has a log that is not empty."""
     log = database.with_name(f"{DATABASE}-wal")
     return is_file(log) and log.stat().st_size > 0
 
@@ -192,7 +192,7 @@ def has_foreign_log(folder: Path) -> bool:
 
 
 def _use_of(database: Path) -> str:
-    """Return the number of a database's last use: SQLite's application id, in its header."""
+    """Return the random number of a database's last use, SQLite's application id, as hex."""
     with database.open("rb") as file:
         return file.read(72)[68:].hex()
 
@@ -223,7 +223,7 @@ def _check_database(
 
 
 def _check_contents(connection: sqlite3.Connection, folder: Path, fix: str) -> None:
-    """Raise a ServeError for a database without its contents."""
+    """Raise a ServeError if a subfolder lacks all its named paths; log other missing paths."""
     if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity'").fetchone() is None:
         return  # of an older pcg; the next start checks it
     lost = missing(folder, named_paths(connection))
@@ -241,7 +241,7 @@ def _check_contents(connection: sqlite3.Connection, folder: Path, fix: str) -> N
 
 
 def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
-    """Migrate a database to the newest schema, and write the id of the database and its folder.
+    """Migrate a database, write its id and its folder's, and record this use in database and lock.
 
     Raises:
         ServeError: a newer pcg wrote it.
@@ -269,7 +269,7 @@ def write_identity(folder: Path, id: str) -> None:
 
 
 def _begin_log(connection: sqlite3.Connection, folder: Path) -> None:
-    """Write to the database, so that the log is not empty while a server uses the folder."""
+    """Forget completed removals. Always write, so that the log of a server in use is not empty."""
     connection.execute("UPDATE identity SET is_written = 1")
     gone = [path for path in recorded_removals(connection) if not (folder / path).exists()]
     forget_removals(connection, gone)
@@ -288,7 +288,7 @@ def locked(data_dir: Path) -> Iterator[tuple[Path, Reserve]]:
     """Lock a data folder, created if missing, within a `with`.
 
     Raises:
-        ServeError: another server uses it, or it is unusable.
+        ServeError: another server uses the folder, or it cannot be created or opened.
     """
     folder = expanded(data_dir)
     try:
@@ -310,11 +310,11 @@ def locked(data_dir: Path) -> Iterator[tuple[Path, Reserve]]:
 def open_store(data_dir: Path) -> Iterator[Store]:
     """Open the store in a folder, created if missing, within a `with`.
 
-    On a full disk it only reads and deletes, with the room of its reserve.
+    On a full disk the store only reads and deletes; deletions use the room of the reserve.
 
     Raises:
-        ServeError: another server uses it, a newer pcg wrote it, its parts do not belong together,
-            or it is unusable.
+        ServeError: another server uses the folder, a newer pcg wrote it, its parts belong to
+            different stores, or it cannot be used.
     """
     with locked(data_dir) as (folder, reserve):
         store = _opened(folder, reserve)
@@ -350,7 +350,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def end_use(folder: Path) -> None:
-    """Write the checksum of a closed database, and that its server has ended."""
+    """Write the checksum of a closed database, and `ended` into the lock."""
     path = folder / DATABASE
     with suppress(OSError):  # on a full disk, the next start runs SQLite's check instead
         if not path.with_name(f"{DATABASE}-wal").exists():
@@ -359,10 +359,10 @@ def end_use(folder: Path) -> None:
 
 
 def _say(folder: Path, text: str) -> None:
-    """Overwrite the lock's text, as a full disk has no room for a new file.
+    """Overwrite the lock's text in place, as a full disk has no room for a new file.
 
-    The text is synced before a log is written, so that the log's database is known after a power
-    failure.
+    Sync the text before the database's log is written: after a power failure, the use number shows
+    whether the log belongs to the database.
     """
     with suppress(OSError), (folder / LOCK).open("r+") as lock:
         lock.write(f"{text}\n")
