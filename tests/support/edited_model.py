@@ -1,10 +1,9 @@
-"""A small model while edits change it in place, and what edits of a model have in common."""
+"""A small model while edits change it in place, and the functions that edits share."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -16,12 +15,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 Item = TypeVar("Item")
+Change = Callable[[Tensor], Tensor]
 LONGEST = 311
-"""Tokens of the longest sequence that is compared: beyond every threshold that an edit draws."""
-MOST = 300
-"""The greatest threshold."""
-_WIDEST = 1024
-"""More than any tensor's features."""
+"""Tokens of the longest compared sequence, beyond every threshold that an edit draws."""
 _ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 _MLP = ("mlp", "ffn", "block_sparse_moe")
 
@@ -35,28 +31,26 @@ class Edit:
     """A kind of change.
 
     Attributes:
-        name: of its function.
-        group: the kind of edits that it belongs to.
+        name: name of its function.
         apply: makes the change.
-        weight: how often it is drawn.
-        families: names of the families that it fits; empty for those of all or many.
+        weight: how often the edit is drawn.
+        families: names of the families that the edit fits; empty for all.
     """
 
     name: str
-    group: str
     apply: Callable[[EditedModel], None]
-    weight: float
+    weight: int
     families: tuple[str, ...]
 
 
 EDITS: dict[str, Edit] = {}
 
 
-def edit(group: str, weight: float = 1.0, families: tuple[str, ...] = ()) -> Callable[..., Any]:
+def edit(weight: int = 1, families: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Register a function as a kind of change."""
 
     def note(apply: Callable[[EditedModel], None]) -> Callable[[EditedModel], None]:
-        EDITS[apply.__name__] = Edit(apply.__name__, group, apply, weight, families)
+        EDITS[apply.__name__] = Edit(apply.__name__, apply, weight, families)
         return apply
 
     return note
@@ -68,17 +62,15 @@ class EditedModel:
 
     Attributes:
         model: the causal LM.
-        undo: takes back what edits change outside the model.
-        draw: the numbers of the present edit; the same seed draws the same edit.
-        drawn: what the present edit has drawn, in words.
-        unadapted: names of linear modules that do more than their product, so that peft's adapter
-            would not be where pcg's is.
+        undo: reverts what edits change outside the model.
+        draw: draws the numbers of the present edit; an equal seed draws an equal edit.
+        unadapted: names of linear modules that compute more than their product, where peft's
+            adapter would have another place than pcg's.
     """
 
     model: Any
     undo: contextlib.ExitStack
     draw: Random = field(default_factory=Random)
-    drawn: list[str] = field(default_factory=list)
     unadapted: set[str] = field(default_factory=set)
 
     # --------------------------------------------------------------------------- parts of a model
@@ -92,19 +84,17 @@ class EditedModel:
         return getattr(self.model, self.model.base_model_prefix)
 
     @property
-    def layers_path(self) -> str:
-        for path, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList):
-                return str(path)
-        raise UnfitError
+    def _layers_path(self) -> str:
+        modules = self.model.named_modules()
+        return next(path for path, module in modules if isinstance(module, nn.ModuleList))
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.model.get_submodule(self.layers_path)  # type: ignore[no-any-return]
+        return self.model.get_submodule(self._layers_path)  # type: ignore[no-any-return]
 
     @layers.setter
     def layers(self, layers: nn.ModuleList) -> None:
-        parent, _, name = self.layers_path.rpartition(".")
+        parent, _, name = self._layers_path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, layers)
 
     @staticmethod
@@ -116,147 +106,133 @@ class EditedModel:
         return _child(layer, _MLP)
 
     @property
-    def has_interface(self) -> bool:
-        """True if its attention goes through transformers' AttentionInterface."""
-        return bool(self.model._supports_attention_backend)
+    def attentions(self) -> list[Any]:
+        return [self.attention_of(layer) for layer in self.layers]
 
-    @property
-    def has_plain_projections(self) -> bool:
-        """True if its attention has q, k and v of its own, and rotary tables that it is given."""
+    def needs_interface(self) -> None:
+        """Raise UnfitError unless attention goes through transformers' AttentionInterface."""
+        if not self.model._supports_attention_backend:
+            raise UnfitError
+
+    def needs_plain_projections(self) -> None:
+        """Raise UnfitError unless attention has q, k and v, and rotary tables as arguments."""
         own = self.attention_of(self.layers[0])
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "scaling", "num_key_value_groups")
-        return all(hasattr(own, name) for name in names) and hasattr(self.trunk, "rotary_emb")
+        if not all(hasattr(own, n) for n in names) or not hasattr(self.trunk, "rotary_emb"):
+            raise UnfitError
 
-    # --------------------------------------------------------------------------------- drawn parts
+    def children_of(
+        self, root: nn.Module, fits: Callable[[str, Any], bool]
+    ) -> list[tuple[nn.Module, str, Any]]:
+        """Modules below `root` that fit: each with its holder and its name there."""
+        found = [
+            (holder, name, child)
+            for holder in root.modules()
+            for name, child in holder._modules.items()
+            if child is not None and fits(name, child)
+        ]
+        if not found:
+            raise UnfitError
+        return found
+
+    def norms_of(self, root: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+        return self.children_of(
+            root, lambda n, c: "norm" in n or "norm" in type(c).__name__.lower()
+        )
+
+    def activations_of(self, layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+        return self.children_of(
+            layer, lambda n, c: ("act" in n or "gelu" in n) and not list(c.children())
+        )
+
+    def linear_of(self, root: nn.Module) -> tuple[nn.Module, str, Any]:
+        """Pick a linear module: its holder, its name there, and itself."""
+        return self.pick(self.children_of(root, lambda _, c: isinstance(c, nn.Linear | Conv1D)))
+
+    def site(self) -> Any:
+        """Pick any module that computes."""
+        layer, kind = self.pick(list(self.layers)), self.kind(8)
+        if kind == 7:
+            _, name, linear = self.linear_of(layer)
+            self.unadapted.add(name)
+            return linear
+        sites: tuple[Callable[[], Any], ...] = (
+            lambda: layer,
+            lambda: self.attention_of(layer),
+            lambda: self.mlp_of(layer),
+            lambda: self.pick(self.norms_of(layer))[2],
+            lambda: self.pick(self.activations_of(layer))[2],
+            self.model.get_input_embeddings,
+            self.model.get_output_embeddings,
+        )
+        return sites[kind]()
+
+    def part(self) -> Any:
+        """Pick a layer, an attention or an MLP."""
+        layer = self.pick(list(self.layers))
+        return self.pick((layer, self.mlp_of(layer), self.attention_of(layer)))
+
+    def width(self) -> int:
+        return int(self.model.get_input_embeddings().embedding_dim)
+
+    # --------------------------------------------------------------------------------- drawn values
 
     def pick(self, items: Sequence[Item]) -> Item:
-        place = self.draw.randrange(len(items))
-        item = items[place]
-        if isinstance(item, types.LambdaType):
-            self.drawn.append(" ".join(inspect.getsource(item).split()))
-        else:
-            is_word = isinstance(item, str | int | float)
-            self.drawn.append(str(item) if is_word else f"{type(item).__name__} {place}")
-        return item
+        return items[self.draw.randrange(len(items))]
 
     def kind(self, count: int) -> int:
-        """A number from 0 to below another."""
-        drawn = self.draw.randrange(count)
-        self.drawn.append(f"kind {drawn}")
-        return drawn
+        return self.draw.randrange(count)
 
     def some(self, items: Sequence[Item]) -> list[Item]:
         """All items, one of them, or a few; at least one."""
         if not items:
             raise UnfitError
         count = self.draw.choice((len(items), 1, self.draw.randint(1, len(items))))
-        chosen = sorted(self.draw.sample(range(len(items)), count))
-        return [items[i] for i in chosen]
+        return [items[i] for i in sorted(self.draw.sample(range(len(items)), count))]
 
     def some_layers(self) -> list[nn.Module]:
         return self.some(list(self.layers))
 
     def threshold(self) -> int:
-        """A number of tokens, from 1 on; as often small as large."""
-        drawn = self.draw.choice((self.draw.randint(1, MOST), self.draw.randint(1, 60)))
-        self.drawn.append(f"threshold {drawn}")
-        return drawn
+        """A number of tokens, from 1 to 300; as often small as large."""
+        return self.draw.choice((self.draw.randint(1, 300), self.draw.randint(1, 60)))
 
     def number(self, low: float, high: float) -> float:
-        drawn = round(self.draw.uniform(low, high), 3)
-        self.drawn.append(f"number {drawn}")
-        return drawn
+        return round(self.draw.uniform(low, high), 3)
 
     def chance(self, probability: float) -> bool:
         return self.draw.random() < probability
 
-    def vector(self, width: int) -> Tensor:
+    def vector(self, *shape: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.draw.randrange(2**31))
-        return torch.randn(width, generator=generator)
-
-    def linear_of(self, root: nn.Module) -> tuple[nn.Module, str, Any]:
-        """A linear module below another: what holds it, its name there, and itself."""
-        found = [
-            (holder, name, child)
-            for holder in root.modules()
-            for name, child in holder._modules.items()
-            if isinstance(child, nn.Linear | Conv1D)
-        ]
-        if not found:
-            raise UnfitError
-        return self.pick(found)
-
-    def children_of(self, root: nn.Module, word: str) -> list[tuple[nn.Module, str, Any]]:
-        """The modules below another whose class or name has a word in it."""
-        found = [
-            (holder, name, child)
-            for holder in root.modules()
-            for name, child in holder._modules.items()
-            if child is not None and (word in name or word in type(child).__name__.lower())
-        ]
-        if not found:
-            raise UnfitError
-        return found
-
-    def activations_of(self, layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-        found = [
-            (holder, name, child)
-            for holder in layer.modules()
-            for name, child in holder._modules.items()
-            if child is not None
-            and ("act" in name or "gelu" in name)
-            and not list(child.children())
-        ]
-        if not found:
-            raise UnfitError
-        return found
-
-    def site(self) -> nn.Module:
-        """Any module that computes."""
-        layer = self.pick(list(self.layers))
-        kind = self.kind(8)
-        if kind == 0:
-            return layer
-        if kind == 1:
-            return self.attention_of(layer)  # type: ignore[no-any-return]
-        if kind == 2:
-            return self.mlp_of(layer)  # type: ignore[no-any-return]
-        if kind == 3:
-            return self.pick(self.children_of(layer, "norm"))[2]  # type: ignore[no-any-return]
-        if kind == 4:
-            return self.pick(self.activations_of(layer))[2]  # type: ignore[no-any-return]
-        if kind == 5:
-            return self.model.get_input_embeddings()  # type: ignore[no-any-return]
-        if kind == 6:
-            return self.model.get_output_embeddings()  # type: ignore[no-any-return]
-        _, name, linear = self.linear_of(layer)
-        self.unadapted.add(name)
-        return linear  # type: ignore[no-any-return]
+        return torch.randn(*shape, generator=generator)
 
     def filled(self, module: nn.Module) -> nn.Module:
-        """The module, with weights of which each is something."""
+        """The module with weights none of which is zero."""
         for parameter in module.parameters():
-            drawn = self.vector(parameter.numel()).view(parameter.shape)
-            parameter.data.copy_(0.2 * drawn)
+            parameter.data.copy_(0.2 * self.vector(*parameter.shape))
         return module
 
-    def width(self) -> int:
-        return int(self.model.get_input_embeddings().embedding_dim)
+    def perturbed(self, module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            parameter.data += 0.1 * self.vector(*parameter.shape)
+        return module
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Set an attribute of something that outlives the model."""
-        before = getattr(holder, name)
-        self.undo.callback(setattr, holder, name, before)
+        """Set an attribute of an object that outlives the model."""
+        self.undo.callback(setattr, holder, name, getattr(holder, name))
         setattr(holder, name, value)
 
-    def token_function(self) -> Callable[[Tensor], Tensor]:
+    def register(self, mapping: dict[str, Any], name: str, value: Any) -> None:
+        """Set an entry of a mapping that outlives the model."""
+        before = dict(mapping)
+        self.undo.callback(lambda: (mapping.clear(), mapping.update(before)))
+        mapping[name] = value
+
+    def token_function(self) -> Change:
         """A function of each token alone."""
-        c, numbers = self.number(0.3, 1.7), self.vector(_WIDEST)
-
-        def drawn(x: Tensor) -> Tensor:
-            return numbers[: x.shape[-1]]
-
-        functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        c, numbers = self.number(0.3, 1.7), self.vector(1024)
+        functions: tuple[Change, ...] = (
             lambda x: c * x,
             lambda x: x / (1 + c),
             lambda x: x + c,
@@ -264,7 +240,6 @@ class EditedModel:
             lambda x: c * torch.tanh(x / c),
             lambda x: x.clamp(-c, c),
             lambda x: x + c * torch.sin(x),
-            lambda x: x * torch.sigmoid(c * x),
             lambda x: functional.layer_norm(x, x.shape[-1:]),
             lambda x: functional.normalize(x, dim=-1) * c,
             lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + c),
@@ -277,9 +252,10 @@ class EditedModel:
             lambda x: x - x.amax(-1, keepdim=True) * 0.1,
             lambda x: x + c * x[..., :1],
             lambda x: functional.dropout(x, 0.3, training=False) * c,
+            lambda x: x + c * numbers[: x.shape[-1]],
+            lambda x: x * (1 + 0.3 * numbers[: x.shape[-1]]),
         )
-        vector = (lambda x: x + c * drawn(x), lambda x: x * (1 + 0.3 * drawn(x)))
-        return self.pick((*functions, *functions, *vector))
+        return self.pick(functions)
 
 
 def _child(layer: nn.Module, names: Sequence[str]) -> Any:
@@ -289,8 +265,13 @@ def _child(layer: nn.Module, names: Sequence[str]) -> Any:
     raise UnfitError
 
 
-def changed(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a module returns, with its tensor changed."""
+def hidden_of(args: Any, kwargs: Any) -> Tensor:
+    """The hidden states among the arguments of a layer or of an attention."""
+    return args[0] if args else kwargs["hidden_states"]  # type: ignore[no-any-return]
+
+
+def changed(out: Any, change: Change) -> Any:
+    """The result of a module, with its tensor changed."""
     if isinstance(out, Tensor):
         return change(out)
     if isinstance(out, tuple):
