@@ -10,19 +10,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft.utils import constants
 from safetensors.torch import load_file, save_file
 
 import pcg.compiler as compiler
-from pcg.errors import AdapterError, FinetuneError, UnsupportedError
-from pcg.explain import explain as explaining
-from pcg.peft.adalora import FAMILY_TARGETS
+from pcg.errors import AdapterError, FinetuneError
 from pcg.peft.adapter import Adapter
-from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example
 from tests.support import oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 from tests.support.peft_cases import trained
 from tests.support.prompts import TOLERANCE, prompts
 
@@ -90,7 +87,7 @@ def test_the_orthogonal_loss_and_its_gradients_are_pefts(tmp_path: Path) -> None
         assert error < TOLERANCE, path
 
 
-@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", ""])
+@pytest.mark.parametrize("module", mostly_slow(["model.layers.0.self_attn.q_proj", ""], ""))
 def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) -> None:
     """One module with no triplet left, or all with some, in a batch with LoRA and the base."""
     base, wrapped, executor = pair(tmp_path)
@@ -125,29 +122,6 @@ def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) 
     assert torch.equal(oracle.logits(again, sequences[0]), oracle.logits(pruned, sequences[0]))
     with pytest.raises(FinetuneError, match="ranks are given already"):
         executor.finetune([Example(s, s) for s in sequences], "pruned", **OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "stop", [pytest.param(n, marks=() if n == 5 else pytest.mark.slow) for n in (2, 5, 8, 10)]
-)
-def test_a_resumed_job_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
-    """Stopped while it warms up, between two allocations, and when ranks are given."""
-    base = oracle.random_model(BY_NAME["llama3"].config(2))
-    data = [Example(s, s) for s in prompts((9, 12, 5))]
-    recipe = {**DICT, "init_lora_weights": False, "lora_dropout": 0.1}
-    whole = compiler.compile(base)
-    result = whole.finetune(data, "a", peft=recipe, max_steps=12, **OPTIONS)
-    for steps in (stop, 12):
-        parts = compiler.compile(base)
-        last = parts.finetune(
-            data, "a", peft=recipe, max_steps=steps, checkpoint_dir=tmp_path, **OPTIONS
-        )
-    assert last.resumed_from == stop
-    assert last.losses == result.losses
-    one, other = (executor.adapters["a"] for executor in (whole, parts))
-    assert one.recipe == other.recipe
-    assert one.recipe.rank_pattern is not None
-    assert_same(one, other)
 
 
 def test_a_schedule_without_steps_is_the_jobs(tmp_path: Path) -> None:
@@ -187,42 +161,6 @@ def test_a_fresh_adapter_is_as_in_peft(tmp_path: Path) -> None:
     executor.add_adapter("b", unscheduled)
     executor.save_adapter("b", tmp_path)
     assert peft.AdaLoraConfig.from_pretrained(tmp_path).total_step == 6
-
-
-def test_defaults_of_families_are_pefts() -> None:
-    theirs = constants.TRANSFORMERS_MODELS_TO_ADALORA_TARGET_MODULES_MAPPING
-    assert all(theirs[family] == list(names) for family, names in FAMILY_TARGETS.items())
-
-
-def test_explain_counts_what_peft_trains() -> None:
-    config = BY_NAME["llama3"].config(2)
-    wrapped = peft.get_peft_model(oracle.random_model(config), peft.AdaLoraConfig(**FIELDS))
-    report = explaining.explain(config, DICT, batch=1, seq=16)
-    assert report.parameters["trainable"] == sum(p.numel() for p in trained(wrapped).values())
-    assert report.peft == "AdaLoRA r4 on q_proj, down_proj"
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"init_r": 0}, AdapterError, "init_r=0"),
-        ({"deltaT": 0}, AdapterError, "deltaT=0"),
-        ({"total_step": 5}, AdapterError, "leave no step"),
-        ({"lora_alpha": 0}, AdapterError, "lora_alpha=0"),
-        ({"beta1": 1.0}, AdapterError, "beta1=1"),
-        ({"orth_reg_weight": -1.0}, AdapterError, "orth_reg_weight=-1"),
-        ({"init_lora_weights": "gaussian"}, AdapterError, "init_lora_weights='gaussian'"),
-        ({"rank_pattern": {"q_proj.lora_E": [True]}}, AdapterError, "rank_pattern has 1 of"),
-        ({"rank_pattern": {"q_proj": [True] * 4}}, AdapterError, "rank_pattern has 4 of"),
-        ({"use_dora": True}, UnsupportedError, "DoRA"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
-    ],
-)
-def test_fields_refused_by_name(
-    fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        recipe_from({**DICT, **fields})
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

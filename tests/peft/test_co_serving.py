@@ -33,7 +33,8 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.runner import TrainingRunner, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from tests.support import oracle
-from tests.support.peft_cases import CONFIGS, Models, make_models, trained_gradients
+from tests.support.parameters import mostly_slow
+from tests.support.peft_cases import CONFIGS, Models, trained_gradients
 from tests.support.prompts import TOLERANCE, prompts
 
 NEW = 20
@@ -65,11 +66,6 @@ class AnyShare(Sharing):
         tokens = super().part(work, part, beside, ahead_s, is_due=is_due)
         is_loss = part.stage.phase is Phase.LOSS
         return min(tokens, self._random.choice((1, 2, 7, 99))) if is_loss else tokens
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
-    return {family: make_models(family, tmp_path_factory.mktemp("saved")) for family in CONFIGS}
 
 
 def check(case: Models, names: Sequence[str], random: Random) -> set[Kind]:
@@ -161,7 +157,7 @@ def greedy(model: Any, prompt: tuple[int, ...]) -> list[int]:
     return oracle.greedy(model, prompt, NEW)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", mostly_slow(CONFIGS, "opt"))
 def test_some(models: Mapping[str, Models], family: str) -> None:
     case = models[family]
 

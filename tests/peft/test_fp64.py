@@ -80,8 +80,16 @@ IA3_OF_PHI3 = {"target_modules": ["qkv_proj", "down_proj"], "feedforward_modules
 """peft has no defaults for it."""
 
 
+DEFAULT = [
+    *(("llama-biases", m, 0.5)
+      for m in ("rslora", "lora_bias", "ia3", "vera", "prompt", "prefix", "pfeiffer", "parallel")),
+    ("qwen2", "lora", 0.0),
+    ("falcon-40b", "lora", 0.0),
+]  # fmt: skip
+
+
 def cases() -> Iterator[Any]:
-    """All; in the default run every method in one family, and every family with LoRA."""
+    """Every method in every family, at every budget; few by default."""
     for family in FAMILIES:
         for method in (*PEFT, "bitfit", *BOTTLENECKS):
             if method in ("bitfit", "bias") and family in WITHOUT_BIASES:
@@ -91,9 +99,7 @@ def cases() -> Iterator[Any]:
             if method == "loha" and family == "gpt2":  # whose Conv1D peft does not adapt with it
                 continue
             for budget in BUDGETS:
-                is_chosen = budget == (0.5 if family == "llama-biases" else 0.0)
-                is_default = is_chosen and (family == "llama-biases" or method == "lora")
-                marks = [] if is_default else [pytest.mark.slow]
+                marks = [] if (family, method, budget) in DEFAULT else [pytest.mark.slow]
                 yield pytest.param(family, method, budget, marks=marks)
 
 

@@ -9,12 +9,10 @@ import torch
 import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from pcg.errors import AdapterError
 from pcg.peft.lora import LoraBypass, LoraConfig
-from pcg.peft.registry import SHORTHANDS
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "pad_token_id": None}
 CONFIGS = {
@@ -165,21 +163,6 @@ def test_random_recipes(
                 peft_sites(model, config)
         assume(False)
     assert sites == peft_sites(model, config)
-
-
-def test_families_are_pefts() -> None:
-    theirs = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    ours = LoraConfig.family_targets
-    assert {k: list(v) for k, v in ours.items()} == {k: theirs[k] for k in ours}
-
-
-def test_defaults_are_pefts() -> None:
-    assert to_recipe({}) == LoraConfig()
-    config = peft.LoraConfig()
-    recipe = LoraConfig()
-    assert (recipe.r, recipe.lora_alpha, recipe.lora_dropout) == (8, 8, 0.0)
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (8, 8, 0.0)
-    assert SHORTHANDS["lora"].bypass("a.b") == LoraBypass(16, 2.0)
 
 
 def test_recipes_are_values() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,25 @@ from pcg.peft.recipe import Recipe
 from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_fields, recipe_of_fields
 from pcg.runtime.data.example import Example
 from tests.support import oracle
-from tests.support.peft_cases import CONFIGS, Models, check_gradients, make_models
+from tests.support.parameters import mostly_slow
+from tests.support.peft_cases import CONFIGS, Models, check_gradients
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
-EACH_IN_ONE_FAMILY = [
-    pytest.param(family, name, marks=() if family == "llama-biases" else pytest.mark.slow)
-    for family, name in EACH
-]
-"""The cases whose other families run in the slow run alone; batches of all methods have them."""
+FEW = mostly_slow(
+    EACH,
+    *(("llama-biases", n) for n in ("biases", "dora-biases", "adalora-first", "vera", "p-tuning")),
+)
+"""Batches of all methods have the others."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
-    return {family: make_models(family, tmp_path_factory.mktemp("saved")) for family in CONFIGS}
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, (11,) * 5, (1,) * 5], ids=["ragged", "equal", "one"])
+@pytest.mark.parametrize(
+    "lengths", mostly_slow([LENGTHS, (11,) * 5, (1,) * 5], LENGTHS), ids=["ragged", "equal", "one"]
+)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("with_base", [True, False])
 def test_logits_of_all_methods_in_one_batch(
-    models: dict[str, Models], family: str, lengths: tuple[int, ...], with_base: bool
+    models: Mapping[str, Models], family: str, lengths: tuple[int, ...], with_base: bool
 ) -> None:
     case = models[family]
     names: list[str | None] = [*case.wrapped, *reversed(case.wrapped)]
@@ -58,7 +57,9 @@ def test_logits_of_all_methods_in_one_batch(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_greedy_tokens_of_all_methods_in_one_batch(models: dict[str, Models], family: str) -> None:
+def test_greedy_tokens_of_all_methods_in_one_batch(
+    models: Mapping[str, Models], family: str
+) -> None:
     case = models[family]
     names = [*case.wrapped, None, *case.wrapped]
     sequences = prompts([4 + 3 * (i % 4) for i in range(len(names))])
@@ -67,8 +68,8 @@ def test_greedy_tokens_of_all_methods_in_one_batch(models: dict[str, Models], fa
         assert list(completion.token_ids) == oracle.greedy(case.model(name), sequence, 10), name
 
 
-@pytest.mark.parametrize(("family", "name"), EACH_IN_ONE_FAMILY)
-def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
+@pytest.mark.parametrize(("family", "name"), FEW)
+def test_each_alone(models: Mapping[str, Models], family: str, name: str) -> None:
     case = models[family]
     executor = compiler.compile(case.base, {name: str(case.saved / name)})
     sequences = prompts((9, 4))
@@ -78,7 +79,7 @@ def test_each_alone(models: dict[str, Models], family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), EACH)
-def test_gradients_of_every_parameter(models: dict[str, Models], family: str, name: str) -> None:
+def test_gradients_of_every_parameter(models: Mapping[str, Models], family: str, name: str) -> None:
     case = models[family]
     # More tokens than those from which another library runs the products (`_FEW_TOKENS`).
     check_gradients(case.executor, name, case.wrapped[name], (48, 30, 3))
@@ -86,7 +87,7 @@ def test_gradients_of_every_parameter(models: dict[str, Models], family: str, na
 
 @pytest.mark.parametrize(("family", "name"), EACH)
 def test_peft_reads_what_we_save(
-    models: dict[str, Models], family: str, name: str, tmp_path: Path
+    models: Mapping[str, Models], family: str, name: str, tmp_path: Path
 ) -> None:
     case = models[family]
     case.executor.save_adapter(name, tmp_path / "ours")
@@ -108,9 +109,9 @@ def test_peft_reads_what_we_save(
     assert again.recipe == case.executor.adapters[name].recipe
 
 
-@pytest.mark.parametrize(("family", "name"), EACH_IN_ONE_FAMILY)
+@pytest.mark.parametrize(("family", "name"), FEW)
 def test_a_new_adapter_changes_nothing_and_learns(
-    models: dict[str, Models], family: str, name: str, tmp_path: Path
+    models: Mapping[str, Models], family: str, name: str, tmp_path: Path
 ) -> None:
     case = models[family]
     executor = compiler.compile(case.base)

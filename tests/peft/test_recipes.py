@@ -8,7 +8,7 @@ import torch
 
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.peft.lora import LoraConfig
-from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_from
+from pcg.peft.registry import SHORTHANDS, recipe_from
 
 
 def test_recipes_from_everything() -> None:
@@ -29,14 +29,6 @@ def test_recipes_from_everything() -> None:
         rank_pattern={"a": 2}, alpha_pattern={"b": 3}, lora_bias=True, init_lora_weights=False,
     )  # fmt: skip
     assert recipe_from(config) == expected
-
-
-def test_config_fields_are_those_of_the_installed_peft() -> None:
-    for config in (peft.LoraConfig, peft.IA3Config, peft.VeraConfig):
-        theirs = config(inference_mode=True).to_dict()
-        theirs["peft_type"] = theirs["peft_type"].value
-        ours = RECIPES[theirs["peft_type"]]().config_fields(None, "", {})
-        assert {**ours, "peft_version": theirs["peft_version"]} == theirs
 
 
 @pytest.mark.parametrize(
