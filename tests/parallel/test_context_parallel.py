@@ -5,7 +5,6 @@ One rank's numbers are those of transformers and peft (`tests/families`, `tests/
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pcg.errors import FinetuneInterrupted, UnsupportedError
+from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.peft.lora import LoraConfig
 from pcg.ranks.group import COLLECTIVES
@@ -23,21 +22,13 @@ from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.ranks.step_parts import TokenParts, TokenSums, dealt, most_rows
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import StepRecord
 from tests.support import ranked
 from tests.support.measured_memory import BATCH, SEQ, measured
-from tests.support.meshes import Trained, check_close, train, train_case
+from tests.support.meshes import check_close, train
 from tests.support.prompts import prompts
 from tests.support.ranked import SEQUENCES, USED, make_executor, make_program
 from tests.support.started_ranks import SCRIPT, start
 from tests.support.threads import run_mesh
-
-METHODS = (
-    "dora",
-    "ia3",
-    "prompt",
-    *(pytest.param(method, marks=pytest.mark.slow) for method in ("adalora", "houlsby", "prefix")),
-)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(2, 5))
@@ -76,37 +67,6 @@ def test_tokens_are_gathered_and_sums_of_them_scattered() -> None:
     run_mesh(MeshSizes(cp=3), run)
 
 
-@functools.cache
-def alone(name: str) -> Trained:
-    return train(make_executor(make_program(name, 1), name))
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("llama3", MeshSizes(cp=3)),
-        ("gpt2", MeshSizes(cp=2)),
-        ("gemma2", MeshSizes(cp=2)),
-        ("bloom", MeshSizes(cp=2)),
-        pytest.param("mistral-window", MeshSizes(cp=2), marks=pytest.mark.slow),
-        ("llama3", MeshSizes(cp=2, tp=2)),
-        ("gpt2", MeshSizes(dp=2, cp=2)),
-    ],
-    ids=str,
-)
-def test_parts_train_what_one_rank_trains(name: str, sizes: MeshSizes) -> None:
-    program = make_program(name, sizes.tp)
-    for found in run_mesh(sizes, lambda mesh: train(make_executor(program, name, mesh))):
-        check_close(found, alone(name))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_methods(method: str) -> None:
-    expected = train_case("llama3", method)
-    for found in run_mesh(MeshSizes(cp=2), lambda mesh: train_case("llama3", method, mesh)):
-        check_close(found, expected)
-
-
 def test_sequences_of_fewer_tokens_than_ranks_and_dropout() -> None:
     """A rank that has no token of a batch takes part in its messages; dropout is by positions."""
     examples = [Example(ids, ids) for ids in prompts((2, 11, 3, 2))]
@@ -124,38 +84,6 @@ def test_sequences_of_fewer_tokens_than_ranks_and_dropout() -> None:
         assert found == pytest.approx(losses, rel=1e-5)
         for a, b in zip(trained, tensors, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm()
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"memory_budget": 0}, MeshSizes(cp=2)),
-        ({"memory_budget": "40KiB"}, MeshSizes(cp=2)),
-        pytest.param({"sequence_parallel": True}, MeshSizes(cp=2, tp=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_budgets_and_sequence_parallelism(options: dict[str, Any], sizes: MeshSizes) -> None:
-    program = make_program("llama3", sizes.tp, **options)
-    for found in run_mesh(sizes, lambda mesh: train(make_executor(program, "llama3", mesh))):
-        check_close(found, alone("llama3"))
-
-
-def test_a_job_of_parts_goes_on_on_one_rank(tmp_path: Path) -> None:
-    program = make_program("llama3", 1)
-    options = {"checkpoint_dir": tmp_path, "eval_data": None, "save_every": 1}
-
-    def stop(mesh: RankMesh) -> None:
-        def interrupt(record: StepRecord) -> None:
-            if record.step == 2:
-                raise KeyboardInterrupt
-
-        with pytest.raises(FinetuneInterrupted):
-            train(make_executor(program, "llama3", mesh), on_step=interrupt, **options)
-
-    expected = train(make_executor(program, "llama3"), eval_data=None)
-    run_mesh(MeshSizes(cp=2), stop)
-    check_close(train(make_executor(program, "llama3"), **options), expected)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])

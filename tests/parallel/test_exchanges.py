@@ -9,6 +9,7 @@ import pytest
 import pcg
 from pcg.runtime.data.example import Example
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 from tests.support.ranked import LAYERS, make_executor, make_program, recipes
 from tests.support.threads import ThreadRanks, run_ranks
 
@@ -38,12 +39,15 @@ def counted_and_said(
 
 @pytest.mark.parametrize(
     ("name", "degree", "options"),
-    [
+    mostly_slow(
+        [
+            ("llama3", 2, {}),
+            ("llama3", 2, {"memory_budget": 0.5}),
+            ("gpt2", 2, {"memory_budget": 0}),
+            ("llama3", 2, {"memory_budget": 0, "sequence_parallel": True}),
+        ],
         ("llama3", 2, {}),
-        ("llama3", 2, {"memory_budget": 0.5}),
-        ("gpt2", 2, {"memory_budget": 0}),
-        ("llama3", 2, {"memory_budget": 0, "sequence_parallel": True}),
-    ],
+    ),
 )
 def test_a_batch_sends_what_the_report_says(
     name: str, degree: int, options: dict[str, Any]

@@ -18,7 +18,6 @@ from pcg.ir.types import RANK
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
 from pcg.parallel.search import Search
-from pcg.peft.adapter import Adapter
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
@@ -27,6 +26,7 @@ from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
+from tests.support.parameters import mostly_slow
 from tests.support.ranked import (
     EXAMPLES,
     JOB,
@@ -34,9 +34,7 @@ from tests.support.ranked import (
     METHODS,
     SEQUENCES,
     USED,
-    check_job,
     check_memory,
-    check_method,
     check_same,
     fill,
     make_executor,
@@ -46,37 +44,14 @@ from tests.support.threads import ThreadRanks, run_ranks, tp_mesh
 
 bf16.install()
 FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
-FAST = (("llama3", 2), ("gpt2", 4), ("mixtral", 2), ("qwen2", 4))
-"""Qwen's two KV heads over four ranks, with biases: each pair of ranks shares one."""
 
 
-@pytest.mark.parametrize(("name", "degree"), FAST)
-def test_a_job_over_ranks(name: str, degree: int) -> None:
-    check_job(name, degree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, "torch") for name in FAMILIES]
-    # Attention's kernels know no heads of 24.
-    + [(name, "triton") for name in FAMILIES if name != "gemma2"],
+    ("name", "degree"),
+    mostly_slow(itertools.product(FAMILIES, (2, 4)), ("gpt2", 2), ("llama3", 4)),
 )
-def test_a_job_of_every_family_over_ranks(name: str, degree: int, backend: str) -> None:
-    check_job(name, degree, backend=backend)
-
-
-@pytest.mark.parametrize(("name", "degree"), [("llama3", 2), ("gpt2", 2), ("llama3", 4)])
 def test_memory_of_a_rank_is_what_is_predicted(name: str, degree: int) -> None:
     """Llama's two KV heads over four ranks, too: each keeps those that its own heads attend to."""
-    check_memory(name, degree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_memory_of_a_rank_of_every_family_is_what_is_predicted(name: str, degree: int) -> None:
     check_memory(name, degree)
 
 
@@ -97,17 +72,12 @@ def test_ranks_hold_the_kv_heads_that_their_queries_read() -> None:
         assert [block.types[name].features for name in attention.inputs[:3]] == [(1, width)] * 3
 
 
-@pytest.mark.parametrize("method", ["adalora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_a_method_where_ranks_share_kv_heads(method: str) -> None:
-    """AdaLoRA sums scores and Gram matrices over ranks; DoRA has vectors of the rows."""
-    check_method("qwen2", method, 4)
-
-
 def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
-    program = make_program("gpt2", 2)
+    program = make_program("gpt2", 2, sequence_parallel=True, gradient_accumulation_steps=8)
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
-    assert loaded.options.tp == 2
+    assert loaded.options == program.options
+    assert loaded.options.sequence_parallel
     assert loaded.serving == program.serving
     assert loaded.training == program.training
 
@@ -148,29 +118,6 @@ def test_ranks_save_one_adapter(tmp_path: Path) -> None:
     assert len(list((tmp_path / "b").iterdir())) == 3
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 2)])
-def test_a_job_is_resumed_at_any_degree(first: int, then: int, tmp_path: Path) -> None:
-    name = "gpt2"
-    options = dict(JOB, checkpoint_dir=tmp_path, save_every=1, schedule="constant")
-
-    def run(degree: int, steps: int) -> list[Adapter]:
-        def on_rank(ranks: ThreadRanks | None) -> Adapter:
-            executor = make_executor(programs[degree], name, ranks)
-            more = {"epochs": None, "max_steps": steps}
-            executor.finetune(EXAMPLES, "b", resume="auto", **{**options, **more})
-            return executor.adapters["b"]
-
-        return [on_rank(None)] if degree == 1 else run_ranks(degree, on_rank)
-
-    programs = {degree: make_program(name, degree) for degree in (1, 2)}
-    run(first, 2)
-    resumed = run(then, 4)
-    options["checkpoint_dir"] = tmp_path / "whole"
-    (expected,) = run(1, 4)
-    for adapter in resumed:
-        check_same(adapter, expected)
-
-
 def test_one_process_is_refused_with_how_to_start_more() -> None:
     message = r"tp=2 takes 2 processes, and this is one of 1; run it under torchrun --nproc-per-nod"
     with pytest.raises(ParallelError, match=message):
@@ -179,44 +126,17 @@ def test_one_process_is_refused_with_how_to_start_more() -> None:
         compiler.compile(BY_NAME["llama3"].config(LAYERS), tp=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "degree"),
-    [
-        ("gpt2", "bias", 2),
-        ("llama3", "ia3", 2),
-        ("llama3", "prefix", 2),
-        ("llama3", "prefix", 4),  # of two KV heads
-        ("llama3", "dora", 2),
-        ("llama3", "loha", 2),
-        ("phi3", "loha", 2),  # whose fused projections are split
-        ("gpt2", "dora and dropout", 2),
-        ("falcon-40b", "dora and dropout", 2),
-        ("gpt2", "houlsby", 2),
-    ],
-)
-def test_a_method_over_ranks(name: str, method: str, degree: int) -> None:
-    check_method(name, method, degree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("name", "degree", "backend"),
-    [("gpt2", 2, "torch"), ("opt", 2, "torch"), ("qwen2", 4, "torch"), ("qwen2", 2, "triton")],
-)
-def test_every_method_over_ranks(name: str, degree: int, backend: str, method: str) -> None:
-    check_method(name, method, degree, backend=backend)
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "adalora", "vera", "pfeiffer"))
 def test_every_method_compiles_over_ranks(method: str, backend: str) -> None:
     program = make_program("qwen2", 2, peft={"m": METHODS[method]}, backend=backend)
     assert program.training is not None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon-7b"])
-@pytest.mark.parametrize("method", [name for name in METHODS if "dropout" not in name])
+@pytest.mark.parametrize(
+    "method", mostly_slow([name for name in METHODS if "dropout" not in name], "dora", "vera")
+)
 def test_every_method_with_dropout_compiles_over_fused_projections(name: str, method: str) -> None:
     recipe = recipe_from(METHODS[method])
     if recipe.dropout_field:
@@ -225,10 +145,17 @@ def test_every_method_with_dropout_compiles_over_fused_projections(name: str, me
 
 
 LAYOUTS = (WHOLE, REPLICATED, COLUMN, ROW)
-PAIRS = [*itertools.product(LAYOUTS, repeat=2)]
 
 
-def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        pytest.param(*pair, marks=() if pair == (COLUMN, ROW) else pytest.mark.slow)
+        for pair in itertools.product(LAYOUTS, repeat=2)
+    ],
+    ids=str,
+)
+def test_lora_held_in_every_way(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving adapters of two ranks in one batch, and training one of them."""
 
     kinds = {".lora_A": a, ".lora_B": b}
@@ -266,14 +193,3 @@ def check_layouts(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None
     for found in run_ranks(2, lambda ranks: act(make_executor(program, "llama3", ranks))):
         for x, y in zip(found, one, strict=True):
             assert (x - y).norm() < 1e-5 * y.norm()
-
-
-@pytest.mark.parametrize(("a", "b"), [(COLUMN, ROW), (COLUMN, COLUMN)], ids=str)
-def test_lora_held_otherwise(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_layouts(a, b, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
-def test_lora_held_in_every_way(a: Layout, b: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_layouts(a, b, monkeypatch)

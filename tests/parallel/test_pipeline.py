@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from pcg.errors import FinetuneError, FinetuneInterrupted, ParallelError, UnsupportedError
+from pcg.errors import FinetuneError, ParallelError, UnsupportedError
 from pcg.ir.program.program import Program
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
@@ -19,20 +18,16 @@ from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.engine.device.calibration import calibrated
 from pcg.runtime.engine.device.clock import MachineClock
 from pcg.runtime.engine.device.served_batch import ServedBatch
-from pcg.runtime.training.options import StepRecord
-from tests.support.meshes import Trained, check_close, train
+from tests.support.meshes import check_close, train
+from tests.support.parameters import mostly_slow
 from tests.support.ranked import (
     EXAMPLES,
     JOB,
     METHODS,
     SEQUENCES,
     USED,
-    Outcome,
     make_executor,
     make_program,
-    method_work,
-    work,
-    worst_error,
 )
 from tests.support.threads import run_mesh
 
@@ -45,56 +40,7 @@ def program(name: str, degree: int = 1, **options: Any) -> Program:
     return make_program(name, degree, LAYERS, **options)
 
 
-@functools.cache
-def on_one(name: str) -> Outcome:
-    return work(make_executor(program(name), name))
-
-
-@functools.cache
-def trained_alone(name: str) -> Trained:
-    return train(make_executor(program(name), name))
-
-
 # ------------------------------------------------------------------------------------ equality
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("llama3", TWO),
-        ("gpt2", MeshSizes(pp=3)),
-        ("gemma2", TWO),
-        ("mixtral", MeshSizes(pp=2, tp=2)),
-        pytest.param("qwen3", MeshSizes(pp=4), marks=pytest.mark.slow),
-        pytest.param("bloom", MeshSizes(pp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param("opt-projected", MeshSizes(pp=3), marks=pytest.mark.slow),
-        pytest.param("falcon-7b", MeshSizes(pp=2, tp=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_job_over_stages(name: str, sizes: MeshSizes) -> None:
-    """Logits, tokens, gradients, losses, what is trained, and what is served of it."""
-    compiled = program(name, sizes.tp)
-    for found in run_mesh(sizes, lambda mesh: work(make_executor(compiled, name, mesh))):
-        assert worst_error(found, on_one(name)) < (1e-6 if sizes.tp == 1 else 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "options"),
-    [
-        ("llama3", MeshSizes(pp=2, dp=2), {}),
-        ("gpt2", MeshSizes(pp=2, tp=2), {"sequence_parallel": True}),
-        ("gpt2", TWO, {"memory_budget": 0.5}),
-        pytest.param("llama3", MeshSizes(pp=2, cp=2), {}, marks=pytest.mark.slow),
-        pytest.param("llama3", MeshSizes(pp=2, dp=2, tp=2), {}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_batches_over_stages(name: str, sizes: MeshSizes, options: dict[str, Any]) -> None:
-    """Batches of several sequences are cut into micro-batches."""
-    compiled = program(name, sizes.tp, **options)
-    for found in run_mesh(sizes, lambda mesh: train(make_executor(compiled, name, mesh))):
-        check_close(found, trained_alone(name))
 
 
 @pytest.mark.parametrize(("pp", "size"), [(2, 1), (2, 8), (3, 2), (3, 8)])
@@ -108,82 +54,7 @@ def test_messages_of_a_gpu_run_one_after_the_other(pp: int, size: int) -> None:
         check_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "dora",
-        "ia3",
-        "houlsby",
-        "prompt",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("prefix", "loha", "vera", "parallel")),
-    ],
-)
-def test_methods(method: str) -> None:
-    """Of a prompt the first stage trains all, and the others nothing."""
-    compiled = program("llama3", peft=None)
-    expected = method_work(make_executor(compiled, "llama3"), METHODS[method])
-    run = lambda mesh: method_work(make_executor(compiled, "llama3", mesh), METHODS[method])  # noqa: E731
-    for found in run_mesh(TWO, run):
-        for a, b in zip(found, expected, strict=True):
-            assert (a - b).norm() <= 1e-5 * b.norm()
-
-
-def test_dropout_and_layers_that_one_stage_trains() -> None:
-    """Stages below the first trained layer get no gradient, and wait for none."""
-    targets = ["q_proj", "down_proj"]
-    recipe = LoraConfig(r=4, lora_dropout=0.5, target_modules=targets, layers_to_transform=[3])
-
-    def run(mesh: RankMesh | None) -> Trained:
-        options = {"gradient_accumulation_steps": 2, "batch_size": 2, "peft": recipe}
-        return train(make_executor(program("llama3"), "llama3", mesh), "top", **options)
-
-    expected = run(None)
-    for found in run_mesh(MeshSizes(pp=3), run):
-        check_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("method", "optimizer", "tp"),
-    [
-        ("lora", {}, 2),
-        ("dora", {"optimizer": "adafactor", "eps": None}, 1),
-        ("lora", {"optimizer": "adamw8bit", "optimizer_options": {"min_8bit_size": 16}}, 1),
-    ],
-    ids=["adamw", "adafactor", "8 bits"],
-)
-def test_a_job_goes_on_at_another_shape(
-    method: str, optimizer: dict[str, Any], tp: int, tmp_path: Path
-) -> None:
-    """Two steps by two stages, of shards or not, one by one process, the last ones by three."""
-    if optimizer.get("optimizer") == "adamw8bit":
-        pytest.importorskip("bitsandbytes")
-    given = {"eval_data": None, "peft": METHODS.get(method, method), **optimizer}
-    expected = train(make_executor(program("llama3"), "llama3"), "new", **given)
-    options = {"checkpoint_dir": tmp_path, "save_every": 1, **given}
-
-    def stop_after(step: int, mesh: RankMesh | None) -> None:
-        def interrupt(record: StepRecord) -> None:
-            if record.step == step:
-                raise KeyboardInterrupt
-
-        compiled = program("llama3", mesh.sizes.tp if mesh else 1)
-        with pytest.raises(FinetuneInterrupted):
-            train(make_executor(compiled, "llama3", mesh), "new", on_step=interrupt, **options)
-
-    run_mesh(MeshSizes(pp=2, tp=tp), lambda mesh: stop_after(2, mesh))
-    stop_after(3, None)
-
-    def finish(mesh: RankMesh) -> Trained:
-        return train(make_executor(program("llama3"), "llama3", mesh), "new", **options)
-
-    for found in run_mesh(MeshSizes(pp=3), finish):
-        if "8bit" not in optimizer.get("optimizer", ""):
-            check_close(found, expected)
-        for name, tensor in expected[2].items():  # of 8 bits a rounding may be another number
-            assert float((found[2][name] - tensor).norm()) <= 1e-3 * float(tensor.norm())
-
-
-@pytest.mark.parametrize("sizes", [TWO, MeshSizes(pp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("sizes", mostly_slow([TWO, MeshSizes(pp=2, tp=2)], TWO), ids=str)
 def test_an_engine_on_threads(sizes: MeshSizes) -> None:
     """The first rank drives: it has the last stage, which chooses tokens."""
     options: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True, "logprobs": 2}
@@ -207,7 +78,9 @@ def test_an_engine_on_threads(sizes: MeshSizes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes"), [(1, TWO), (4, TWO), (4, MeshSizes(pp=2, tp=2))], ids=str
+    ("tokens", "sizes"),
+    mostly_slow([(1, TWO), (4, TWO), (4, MeshSizes(pp=2, tp=2))], (1, TWO)),
+    ids=str,
 )
 def test_prompts_in_parts(tokens: int, sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's tokens go through the stages in parts, which cut sequences and prompts anywhere."""

@@ -11,6 +11,7 @@ import torch
 from pcg.peft.adapter_files import read_adapter
 from pcg.ranks.group import COLLECTIVES
 from tests.support import tiny_llama
+from tests.support.parameters import mostly_slow
 from tests.support.ranked import (
     check_same,
     make_executor,
@@ -24,6 +25,7 @@ from tests.support.started_ranks import SCRIPT, free_port, start
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("sequence-parallel",)], ids=["sums", "parts of tokens"])
 def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
@@ -54,7 +56,9 @@ def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])
 
 
-@pytest.mark.parametrize("act", ["lose_one", "lose_one_meanwhile"])
+@pytest.mark.parametrize(
+    "act", mostly_slow(["lose_one", "lose_one_meanwhile"], "lose_one_meanwhile")
+)
 def test_a_rank_that_dies_ends_the_others_with_its_number(act: str) -> None:
     port = free_port()
     ranks = [
@@ -71,6 +75,7 @@ def test_a_rank_that_dies_ends_the_others_with_its_number(act: str) -> None:
     assert "rank 0 was in an all-reduce" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -89,6 +94,7 @@ def test_a_launched_rank_that_fails_says_why(act: str, message: str) -> None:
         assert f"in {act}\n" in errors.partition("direct cause")[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_ranks_says_where_the_job_goes_on(tmp_path: Path) -> None:
     launcher = start(SCRIPT, "launch", "interrupted", f"folder={tmp_path}")
     _, errors = launcher.communicate(timeout=400)

@@ -34,6 +34,7 @@ def check(name: str, first: str, second: str) -> None:
         assert "Give all ranks" in first
 
 
+@pytest.mark.slow
 def test_each_way_to_differ_is_named_on_all_ranks(folder: Path) -> None:
     names = [name for name in WAYS if name not in NOT_ON_THREADS]
 

@@ -25,6 +25,7 @@ from pcg.peft.vera import VeraBypass
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.parallelized import RANK, Machine, attached, attached_to, costs, search_layer
+from tests.support.parameters import mostly_slow
 from tests.support.sharded import LENGTHS, check_candidates, errors
 
 PAPERS = ("FlexLLM 1", "FlexLLM 2", "FlexLLM 3", "FlexLLM 4", "Punica", "S-LoRA")
@@ -54,7 +55,7 @@ def test_a_site_lists_every_way_of_the_papers() -> None:
         assert choice.chosen.added.value == pytest.approx(bills[0])
 
 
-@pytest.mark.parametrize("name", ["llama3", "falcon-7b", "gemma2"])
+@pytest.mark.parametrize("name", mostly_slow(["llama3", "falcon-7b", "gemma2"], "llama3"))
 def test_nothing_costs_less(name: str) -> None:
     """Without dropping states, and over all ways of a site alone."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ from hypothesis import strategies as st
 
 import pcg
 from pcg.errors import ParallelError
-from pcg.explain import explain as explaining
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.layouts import partitioned
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
-from pcg.ir.program.folder import load_program, save_program
 from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
 from pcg.runtime.data.example import Example
-from pcg.runtime.model.merged_execution import run_single
-from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.windows import LossChunks
 from tests.support.families import BY_NAME
 from tests.support.parallelized import (
@@ -33,22 +28,18 @@ from tests.support.parallelized import (
     sharded,
     transitions,
 )
+from tests.support.parameters import mostly_slow
 from tests.support.ranked import (
     JOB,
-    METHODS,
-    check_job,
     check_memory,
-    check_method,
     make_executor,
     make_program,
     predicted_memory,
-    recipes,
 )
 from tests.support.sharded import check_candidates, errors
 from tests.support.threads import ThreadRanks, run_ranks
 
 FAMILIES = ("llama3", "gpt2", "opt", "qwen2", "falcon-7b", "gemma2")
-FAST = (("llama3", 2), ("gpt2", 4), ("opt", 2))
 ODD = (6, 5)
 """Lengths of sequences, of 11 tokens together."""
 
@@ -58,7 +49,10 @@ ODD = (6, 5)
 
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "words"), [("llama2", 2), ("gpt2", 2), ("opt", 2), ("falcon-7b", 1)]
+    ("name", "words"),
+    mostly_slow(
+        [("llama2", 2), ("gpt2", 2), ("opt", 2), ("falcon-7b", 1)], ("opt", 2), ("falcon-7b", 1)
+    ),
 )
 def test_sums_become_parts_and_products_gather_them(name: str, words: int, degree: int) -> None:
     base = attached(name).base
@@ -74,7 +68,7 @@ def test_sums_become_parts_and_products_gather_them(name: str, words: int, degre
     assert [n.op for n in found.typed.epilogue.nodes].count("gather") == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama3", "falcon-7b"))
 def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
     found = sharded(name, 2, sequence_parallel=True)
     for block in (*found.typed.blocks, found.typed.epilogue):
@@ -86,13 +80,6 @@ def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
                 and node.output.type.shape[1:] == (hidden.shape[1:])
             ):
                 assert node.output.type.dims[0].degree == 2, str(node)
-
-
-def test_without_the_option_no_value_is_parted_by_tokens() -> None:
-    plain = sharded("llama3", 2)
-    assert not plain.is_sequence_parallel
-    assert "T|" not in "".join(map(print_graph, plain.typed.graphs))
-    assert sharded("llama3", 2, sequence_parallel=True).is_sequence_parallel
 
 
 # ------------------------------------------------------------------------------- rows of the ranks
@@ -145,27 +132,6 @@ def test_every_target_is_in_one_chunk(targets: list[int], size: int, degree: int
 # ----------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize(("name", "degree"), FAST)
-def test_a_job_over_ranks(name: str, degree: int) -> None:
-    """Prompts of 13, 7, 9 and 5 tokens; LoRA on every linear."""
-    check_job(name, degree, sequence_parallel=True)
-
-
-def test_a_job_that_keeps_the_least() -> None:
-    check_job("llama3", 2, sequence_parallel=True, memory_budget=0.0)
-
-
-def test_a_job_within_bytes_whose_layouts_are_weighed_with_them() -> None:
-    check_job("llama3", 2, sequence_parallel=True, memory_budget="45KB")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_job_of_every_family_over_ranks(name: str, degree: int) -> None:
-    check_job(name, degree, sequence_parallel=True)
-
-
 @pytest.mark.parametrize("degree", [2, 4])
 def test_fewer_tokens_than_ranks(degree: int) -> None:
     """A prompt of one token, and steps of one: some ranks have none."""
@@ -182,18 +148,6 @@ def test_fewer_tokens_than_ranks(degree: int) -> None:
     for completions, logits in run_ranks(degree, act):
         assert completions[0].token_ids == expected[0].token_ids
         torch.testing.assert_close(logits, one.logits([[5]], "a")[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "method"), [("gpt2", "bitfit"), ("llama3", "houlsby")])
-def test_what_is_trained_beside_norms_and_residuals(name: str, method: str) -> None:
-    check_method(name, method, sequence_parallel=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_every_method_over_ranks(name: str, method: str) -> None:
-    check_method(name, method, sequence_parallel=True)
 
 
 # -------------------------------------------------------------------------------- bytes and memory
@@ -243,44 +197,7 @@ def test_a_part_of_a_copy_is_taken_again_where_the_copy_is_gathered_again() -> N
     assert sum(sent.values()) == said.forward_bytes + said.backward_bytes
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
-@pytest.mark.parametrize(("degree", "seq"), [(2, 16), (4, 13)])
-def test_a_step_sends_what_the_report_says(name: str, degree: int, seq: int) -> None:
-    recipe = recipes(BY_NAME[name])["a"]
-    options: dict[str, Any] = {"batch": 1, "seq": seq, "dtype": "float32"}
-    options["sequence_parallel"] = True
-    program = make_program(name, degree, peft={"a": recipe}, **options)
-    report = explaining.explain(program.config, recipe, tp=degree, **options)
-    (said,) = report.parallel["communication"]
-
-    def act(ranks: ThreadRanks) -> list[Any]:
-        runner = make_executor(program, name, ranks).training_runner("a")
-        whole = TrainingPass(runner, [Example([3] * seq, [3] * seq)], normaliser=1.0)
-        counts = [sum(ranks.moved_bytes.values())]
-        window = whole.begin(whole.tokens)
-        with torch.no_grad():
-            for layer in range(layers):
-                run_single(whole.layer_requests(layer, window))
-        hidden = (degree - 1) * window.carried[0].nbytes
-        counts.append(sum(ranks.moved_bytes.values()))
-        whole.end(window)
-        loss = whole.stage
-        while whole.stage == loss:
-            whole.run_part(whole.load.tokens)
-        counts.append(sum(ranks.moved_bytes.values()))
-        while not whole.is_done:
-            whole.run_part(whole.load.tokens)
-        counts.append(sum(ranks.moved_bytes.values()))
-        return [counts[1] - counts[0], counts[3] - counts[2], hidden]
-
-    layers = len(program.base.layers)
-    for forward, backward, hidden in run_ranks(degree, act):
-        # The embedding's sum comes before; and nobody wants the gradient of the first layer's input
-        assert forward == hidden + layers * said["forward_bytes"]
-        assert backward == layers * said["backward_bytes"] - hidden
-
-
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
+@pytest.mark.parametrize("name", mostly_slow(["llama3", "gpt2", "opt"], "opt"))
 @pytest.mark.parametrize(
     ("degree", "seq"), [(2, 16), pytest.param(2, 13, marks=pytest.mark.slow), (4, 13)]
 )
@@ -298,24 +215,6 @@ def test_memory_of_a_rank_is_what_is_predicted_and_less(
     assert {**predicted, "activations": 0} == {**plain, "activations": 0}
 
 
-def test_a_layer_keeps_a_part_of_its_input() -> None:
-    """Of a layer without adapters at its linears, nothing whole: 70B at 8 ranks, by shapes."""
-    reports = {
-        parts: explaining.explain(
-            "meta-llama/Llama-3.1-70B", "lora", tp=8, seq=1024, sequence_parallel=parts
-        )
-        for parts in (False, True)
-    }
-    saved = {
-        parts: {row.tensor.partition(".")[2]: row for row in report.saved if row.bytes}
-        for parts, report in reports.items()
-    }
-    assert saved[False]["x"].shape == (1024, 8192)
-    assert saved[True]["x"].shape == (128, 8192)
-    assert saved[False]["x"].bytes == 8 * saved[True]["x"].bytes
-    assert "gathered once more" in saved[True]["input_layernorm_gathered"].reason
-
-
 # ------------------------------------------------------------------------------------ the contract
 
 
@@ -326,16 +225,7 @@ def test_one_rank_has_nothing_to_share() -> None:
             act(BY_NAME["llama3"].config(2), sequence_parallel=True)
 
 
-def test_a_program_is_saved_and_loaded(tmp_path: Path) -> None:
-    program = make_program("opt", 2, sequence_parallel=True, gradient_accumulation_steps=8)
-    save_program(program, tmp_path / "program")
-    loaded = load_program(tmp_path / "program")
-    assert loaded.options.sequence_parallel
-    assert loaded.options.gradient_accumulation_steps == 8
-    assert loaded.serving == program.serving
-    assert loaded.training == program.training
-
-
+@pytest.mark.slow
 def test_an_adapter_at_other_sites_is_served_and_trained_so() -> None:
     """The program is specialised anew, with parts of the tokens as before."""
     name = "llama3"

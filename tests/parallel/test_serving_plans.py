@@ -18,6 +18,7 @@ from pcg.passes.stages import Attached, Prepared, Sharded
 from pcg.source import resolve
 from tests.support.bypasses import lora
 from tests.support.parallelized import attached_to
+from tests.support.parameters import mostly_slow
 
 DECODED = (1, 2, 24, 128, 256)
 
@@ -46,7 +47,7 @@ def excess(model: str, sheet: str, degree: int, tokens: int) -> float:
     return plan.at(costs, plan.plan()).value / alone.costs.of(alone.plan()).value - 1
 
 
-@pytest.mark.parametrize("sheet", ["A100-80", "A10G"])
+@pytest.mark.parametrize("sheet", mostly_slow(["A100-80", "A10G"], "A10G"))
 def test_decoding_is_planned_for_itself(sheet: str) -> None:
     assert max(excess("meta-llama/Llama-3.1-8B", sheet, 8, tokens) for tokens in (1, 256)) < 0.01
 

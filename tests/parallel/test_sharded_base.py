@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-from pcg.errors import FinetuneInterrupted, ParallelError, ProgramError, UnsupportedError
+from pcg.errors import ParallelError, ProgramError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.ir.program.layer_order import ROOMS, GatherOrder, layers_of_pass
 from pcg.ranks.mesh import MeshSizes, RankMesh
@@ -24,14 +23,9 @@ from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.meshes import check_close, train
 from tests.support.ranked import (
-    METHODS,
     SEQUENCES,
-    Outcome,
     make_executor,
     make_program,
-    method_work,
-    work,
-    worst_error,
 )
 from tests.support.started_ranks import SCRIPT, start
 from tests.support.threads import run_mesh
@@ -39,47 +33,6 @@ from tests.support.threads import run_mesh
 SHARDED: dict[str, Any] = {"layers": ROOMS + 2, "packed_weights": False}
 """More layers than are gathered at a time, and products that are computed alike."""
 TWO = MeshSizes(dp=2)
-
-
-@functools.cache
-def on_one(name: str) -> Outcome:
-    return work(make_executor(make_program(name, 1, **SHARDED), name))
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        pytest.param("llama3", TWO, marks=pytest.mark.slow),
-        ("gpt2", MeshSizes(dp=3)),
-        pytest.param("mixtral", TWO, marks=pytest.mark.slow),
-        pytest.param("gemma2", TWO, marks=pytest.mark.slow),
-        ("llama3", MeshSizes(dp=2, tp=2)),
-        pytest.param("qwen2", MeshSizes(dp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param("mixtral", MeshSizes(dp=2, tp=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_job_over_a_base_in_parts(name: str, sizes: MeshSizes) -> None:
-    """Logits, tokens, gradients, losses and what is trained; batches of one leave replicas none."""
-    program = make_program(name, sizes.tp, **SHARDED)
-    for found in run_mesh(sizes, lambda mesh: work(make_executor(program, name, mesh, True))):
-        # Sums over shards are rounded otherwise than those of one rank.
-        assert worst_error(found, on_one(name)) < (1e-6 if sizes.tp == 1 else 1e-5)
-    if sizes.tp > 1:
-        whole = run_mesh(sizes, lambda mesh: work(make_executor(program, name, mesh)))
-        assert worst_error(found, whole[0]) < 1e-6
-
-
-@pytest.mark.parametrize(
-    "method", ["dora", "ia3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("vera", "bias"))]
-)
-def test_methods(method: str) -> None:
-    program = make_program("llama3", 1, **{**SHARDED, "peft": None})
-    expected = method_work(make_executor(program, "llama3"), METHODS[method])
-    run = lambda mesh: method_work(make_executor(program, "llama3", mesh, True), METHODS[method])  # noqa: E731
-    for found in run_mesh(TWO, run):
-        for a, b in zip(found, expected, strict=True):
-            assert (a - b).norm() <= 1e-6 * b.norm()
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -142,28 +95,6 @@ def test_layers_that_recompute_their_inputs() -> None:
         check_close(found, expected)
 
 
-def test_a_job_goes_on_with_another_base(tmp_path: Path) -> None:
-    """A step by two replicas of a base in parts, then one by one process, then by three."""
-    program = make_program("llama3", 1, **SHARDED)
-    options = {"checkpoint_dir": tmp_path, "eval_data": None, "save_every": 1}
-    expected = train(make_executor(program, "llama3"), eval_data=None)
-
-    def stop_after(step: int, mesh: RankMesh | None) -> None:
-        def interrupt(record: StepRecord) -> None:
-            if record.step == step:
-                raise KeyboardInterrupt
-
-        executor = make_executor(program, "llama3", mesh, mesh is not None)
-        with pytest.raises(FinetuneInterrupted):
-            train(executor, on_step=interrupt, **options)
-
-    run_mesh(TWO, lambda mesh: stop_after(1, mesh))
-    stop_after(2, None)
-    run = lambda mesh: train(make_executor(program, "llama3", mesh, True), **options)  # noqa: E731
-    for found in run_mesh(MeshSizes(dp=3), run):
-        check_close(found, expected)
-
-
 def test_the_first_replica_chooses_tokens_for_all() -> None:
     """Replicas whose samples differ would run other steps, and wait for each other."""
     program = make_program("llama3", 1, **SHARDED)
@@ -221,6 +152,7 @@ def test_another_order_is_refused() -> None:
     assert layers_of_pass(training, trains=False) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_processes_hold_and_give_what_is_predicted(tmp_path: Path) -> None:
     """Two processes over gloo: the bytes that are alive, and what the job gives."""

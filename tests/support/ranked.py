@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -190,20 +189,6 @@ def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int
     }
 
 
-@cache
-def on_one(name: str) -> Outcome:
-    """The job's outcome on one rank."""
-    return work(make_executor(make_program(name, 1), name))
-
-
-def check_job(name: str, degree: int, **options: Any) -> None:
-    """The job gives on each rank what it gives on one."""
-    program = make_program(name, degree, **options)
-    found = run_ranks(degree, lambda ranks: work(make_executor(program, name, ranks)))
-    for outcome in found:
-        assert worst_error(outcome, on_one(name)) < 1e-5
-
-
 def check_memory(name: str, degree: int, **options: Any) -> None:
     """Each rank holds the bytes that are predicted."""
     program = make_program(name, degree, **options)
@@ -242,14 +227,3 @@ def method_work(executor: Executor, recipe: Any) -> list[Tensor]:
     logits = executor.logits(SEQUENCES, ["m", None, "m", "m"])
     result = executor.finetune(EXAMPLES, "m", **JOB)
     return [*logits, torch.tensor(result.losses), *executor.adapters["m"].tensors]
-
-
-def check_method(name: str, method: str, degree: int = 2, **options: Any) -> None:
-    """An adapter of a method serves and trains on ranks as on one."""
-    one = method_work(make_executor(make_program(name, 1, peft=None), name), METHODS[method])
-    program = make_program(name, degree, peft=None, **options)
-    run = lambda ranks: method_work(make_executor(program, name, ranks), METHODS[method])  # noqa: E731
-    for found in run_ranks(degree, run):
-        for a, b in zip(found, one, strict=True):
-            assert a.shape == b.shape  # AdaLoRA may leave no triplet
-            assert (a - b).norm() <= 1e-5 * b.norm()
