@@ -16,7 +16,11 @@ SHOWN = 40
 """Lines of a difference that a failure shows."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in CASES[:4] else pytest.mark.slow) for case in CASES],
+    ids=str,
+)
 def test_emitted_source_is_the_pinned_one(case: Case) -> None:
     for kind, source in case.sources().items():
         before = pinned()[str(case)][kind]

@@ -24,12 +24,13 @@ from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.kernel_graphs import EVERY, graphs, lowered
+from tests.support.parameters import mostly_slow
 from tests.support.prompts import prompts
 
 bf16.install()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY, "gpt_neox", "mixtral", "mpt"))
 def test_logits_and_gradients_are_those_of_transformers_and_peft(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     base = oracle.random_model(family.config(2))
@@ -53,7 +54,7 @@ def test_logits_and_gradients_are_those_of_transformers_and_peft(name: str, tmp_
         assert error < 1e-5, path
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "olmo2", "gptj"])
+@pytest.mark.parametrize("name", mostly_slow(["llama3", "gemma2", "olmo2", "gptj"]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_close_to_fp32_as_transformers_is(
     name: str, dtype: torch.dtype
@@ -195,6 +196,7 @@ def check(model: str, architectures: tuple[int, ...], peft: str | None = None) -
     return found
 
 
+@pytest.mark.slow
 def test_machine_code_of_llama() -> None:
     assert len(check("meta-llama/Llama-3.1-8B", (90,))) > 8
 

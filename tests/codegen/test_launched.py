@@ -36,6 +36,7 @@ def checked(steps: str, architecture: int, model: str) -> list[Code]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [90, pytest.param(80, marks=pytest.mark.slow)], ids=lambda n: f"sm_{n}"
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pcg.codegen.lines import WIDTH, statement
 from pcg.compiler import compile_program
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 NAMES = st.sampled_from(["x", "gate_proj_z", "post_attention_layernorm_weight", "w.q_proj_weight"])
 
@@ -55,7 +56,7 @@ def test_targets_that_are_longer_than_a_line_are_broken() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "gptj"])
+@pytest.mark.parametrize("name", mostly_slow(["llama3", "gemma2", "gptj"], "llama3"))
 def test_no_emitted_line_is_long(name: str, backend: str) -> None:
     program = compile_program(BY_NAME[name].config(2), "lora", backend=backend)
     assert program.training is not None

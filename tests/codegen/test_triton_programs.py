@@ -33,6 +33,7 @@ from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.parameters import mostly_slow
 from tests.support.peft_cases import CONFIGS, check_gradients, wrap
 from tests.support.prompts import prompts
 
@@ -83,6 +84,7 @@ def served(base: Any, backend: str) -> tuple[list[list[int]], list[torch.Tensor]
     return tokens, list(executor.adapters["trained"].tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -99,6 +101,7 @@ def test_tokens_and_trained_adapters_are_those_of_pytorch(name: str) -> None:
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA of two jobs, (IA)³ of two, whose base products are theirs too, and two bottlenecks."""
     base = oracle.random_model(BY_NAME["llama3"].config(2))
@@ -185,7 +188,9 @@ def test_a_program_for_triton_runs_on_no_cpu(monkeypatch: pytest.MonkeyPatch) ->
         compiler.compile(base, backend="cuda")
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets", mostly_slow([["q_proj", "v_proj"], ["k_proj"]], ["q_proj", "v_proj"]), ids=str
+)
 def test_lora_at_some_outputs_of_a_joined_product(
     targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +220,10 @@ def test_lora_at_some_outputs_of_a_joined_product(
     "recipe",
     [
         {**LORA, "target_modules": "all-linear"},
-        {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 13},
+        pytest.param(
+            {"peft_type": "BOTTLENECK", "variant": "houlsby", "bottleneck_size": 13},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["lora", "bottleneck"],
 )
@@ -262,6 +270,7 @@ BOTTLENECKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_bottlenecks_of_many_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows and kernels beside LoRA's; the truth is modules of PyTorch's in transformers."""

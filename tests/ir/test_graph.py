@@ -7,7 +7,6 @@ from pcg.ir.analysis.builder import Builder
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.parser import parse_graph
-from pcg.ir.printer import print_graph
 from pcg.ir.types import TOKENS, tensor
 
 X = tensor("bf16", TOKENS, 64)
@@ -69,16 +68,6 @@ def test_equal_nodes_of_many_outputs_are_made_once(builder: Builder) -> None:
     assert builder.add_many("topk", ["x"], k=5) == ("topk_1", "topk_1_indices")
 
 
-def test_names_are_fresh(builder: Builder) -> None:
-    names = [builder.add("mul", ["x"], scalar=float(i)) for i in range(3)]
-    assert names == ["mul", "mul_1", "mul_2"]
-    assert builder.add("add", ["x", "x"], name="x") == "x_1"
-    builder.input("neg_1", X)
-    assert [builder.add("neg", [name]) for name in ("x", "mul")] == ["neg", "neg_2"]
-    builder.input("topk_indices", X)
-    assert builder.add_many("topk", ["x"], k=4) == ("topk", "topk_indices_1")
-
-
 def test_a_value_is_defined_once(builder: Builder) -> None:
     with pytest.raises(VerifyError, match="%x is defined twice in graph @g"):
         builder.input("x", X)
@@ -91,13 +80,6 @@ def test_a_parameter_is_added_once(builder: Builder) -> None:
     assert list(builder.parameters) == ["w"]
     with pytest.raises(VerifyError, match="graph @g has another parameter %w"):
         builder.parameter(Parameter(W.value, "adapter", "w.weight"))
-
-
-def test_reserved_names_are_not_fresh(builder: Builder) -> None:
-    builder.reserved = {"neg", "neg_1"}
-    assert builder.add("neg", ["x"]) == "neg_2"
-    # They can be defined by name: they are the values that they are reserved for.
-    assert builder.input("neg", X) == "neg"
 
 
 def test_builder_refuses(builder: Builder) -> None:
@@ -135,25 +117,6 @@ def test_extending(graph: Graph) -> None:
 # -------------------------------------------------------------------------------------- graph
 
 
-def test_views(graph: Graph) -> None:
-    assert list(graph.types) == ["x", "unused", "w", "y", "z", "top", "top_indices"]
-    assert graph.producers["top_indices"] is graph.nodes[2]
-    assert "x" not in graph.producers
-    assert graph.consumers["y"] == (graph.nodes[1],)
-    assert "top" not in graph.consumers
-    assert graph.parameters_by_name["w"].source == "w.weight"
-    assert print_graph(graph).startswith("graph @g(%x: bf16[T, 64], ")
-
-
-def test_node_views(graph: Graph) -> None:
-    node = graph.nodes[2]
-    assert node.name == node.output.name == "top"
-    assert node.attribute("k") == node.get("k") == 4
-    assert node.get("dim", -1) == -1
-    with pytest.raises(KeyError):
-        node.attribute("dim")
-
-
 def test_without_dead_code(graph: Graph) -> None:
     assert graph.without_dead_code() == graph
     alive = graph.replace(outputs=("z",)).without_dead_code()
@@ -164,12 +127,3 @@ def test_without_dead_code(graph: Graph) -> None:
     assert indices.nodes == graph.nodes
     assert graph.replace(outputs=()).without_dead_code().nodes == ()
     assert graph.replace(outputs=("x",)).without_dead_code().parameters == ()
-
-
-def test_renamed(graph: Graph) -> None:
-    renamed = graph.renamed({"x": "hidden", "w": "weight", "z": "square", "none": "nothing"})
-    verify(renamed)
-    assert print_graph(renamed) == print_graph(graph).replace("%x", "%hidden").replace(
-        "%w", "%weight"
-    ).replace("%z", "%square")
-    assert renamed.renamed({"hidden": "x", "weight": "w", "square": "z"}) == graph

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcg.errors import ParseError, VerifyError
-from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import OPERATORS
 from pcg.ir.parser import parse_graph, parse_graphs, parse_type
@@ -140,35 +139,7 @@ def test_sizes(text: str, size: object) -> None:
     assert isinstance(parsed, int) == isinstance(size, int)
 
 
-def test_constant_sizes_are_ints() -> None:
-    assert all(type(size) is int for size in parse_type("f32[4, (2*2), 8|2]").shape)
-
-
 # -------------------------------------------------------------------------------------- looks
-
-
-def test_looks() -> None:
-    graph = parse_graph(MLP)
-    assert print_graph(graph) == MLP
-    assert graph.parameters[0].source == 'layers.{layer}."up"\n\u2028é'
-    assert graph.nodes[1].scope == "not a name"
-
-
-def test_long_heads_break() -> None:
-    builder = Builder("long")
-    names = [builder.input(f"value_{i}", tensor("bf16", TOKENS, 4096)) for i in range(5)]
-    graph = builder.build(names)
-    lines = print_graph(graph).splitlines()
-    assert lines[:2] == ["graph @long(", "    %value_0: bf16[T, 4096],"]
-    assert lines[6] == ") {"
-    assert parse_graph(print_graph(graph)) == graph
-
-
-def test_empty_graph() -> None:
-    graph = Graph("empty", (), (), (), ())
-    assert print_graph(graph) == "graph @empty() {\n  return\n}"
-    assert parse_graph(print_graph(graph)) == graph
-    assert parse_graphs("  # nothing\n") == ()
 
 
 def test_comments_and_free_layout() -> None:

@@ -62,8 +62,13 @@ def test_loaded_program_equals_the_saved_one(program: Program, folder: Path) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_type": "gemma2", "sliding_window": 16, "head_dim": 8, "query_pre_attn_scalar": 8},
-        {"model_type": "bloom", "n_layer": 2, "n_head": 4},
+        {
+            "model_type": "gemma2",
+            "sliding_window": 16,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+        },
+        pytest.param({"model_type": "bloom", "n_layer": 2, "n_head": 4}, marks=pytest.mark.slow),
     ],
     ids=["two kinds of blocks", "constants of ALiBi"],
 )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import sympy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,46 +79,6 @@ def test_states_have_degrees(state: State, degree: int) -> None:
 def test_unknown_dtype() -> None:
     with pytest.raises(TypeCheckError, match="unknown dtype 'fp6'; known: f64"):
         tensor("fp6", 4)
-
-
-def test_properties_of_activations() -> None:
-    x = tensor("bf16", TOKENS, 8, 64)
-    assert str(x) == "bf16[T, 8, 64]"
-    assert x.is_token_wise
-    assert x.is_float
-    assert x.features == (8, 64)
-    assert x.reshape_sizes == (-1, 8, 64)
-    assert x.elements == 512 * TOKENS
-    assert x.size_bytes.subs(TOKENS, 3) == 3072
-    assert x.with_features(4) == tensor("bf16", TOKENS, 4)
-    assert x.with_dtype("i64").with_shape((2,)) == tensor("i64", 2)
-    assert not x.with_dtype("i64").is_float
-
-
-def test_properties_of_weights() -> None:
-    weight = tensor("f32", 4, 6)
-    assert not weight.is_token_wise
-    assert weight.features == weight.reshape_sizes == (4, 6)
-    assert weight.with_features(3, 8).shape == (3, 8)
-    assert tensor("f32").elements == 1
-    assert tensor("f32").size_bytes == 4
-    assert not tensor("f32").is_token_wise
-
-
-def test_states_print() -> None:
-    dims = (
-        Dim(TOKENS),
-        Dim(4, State.PARTITIONED, 2),
-        Dim(4, State.REPLICATED, 2),
-        Dim(4, State.PRE_REDUCE, 2),
-        Dim(TOKENS * 2),
-        Dim(TOKENS / 2, State.PARTITIONED, 2),
-        Dim(sympy.ceiling(TOKENS / 2), State.PARTITIONED, 2),
-        Dim(TOKENS - 1),
-    )
-    assert str(TensorType("f16", dims)) == (
-        "f16[T, 4|2, 4=2, 4+2, 2*T, (T/2)|2, ceiling(T/2)|2, (T - 1)]"
-    )
 
 
 def test_states_count_whole_tensors() -> None:

@@ -43,6 +43,7 @@ from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.kernel_graphs import lowered
+from tests.support.parameters import mostly_slow
 from tests.support.prompts import prompts
 
 bf16.install()
@@ -54,13 +55,16 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("name", "layers", "changes"),
-    [
+    mostly_slow(
+        [
+            ("llama3", 1, {"num_key_value_heads": 1}),
+            ("qwen3", 1, {"head_dim": 16}),  # norms of queries and keys
+            ("gpt_neox", 1, {}),  # heads that lie apart, of which a part turns
+            ("opt", 1, {}),  # no rotary embedding
+            pytest.param("qwen2.5-windows", 2, {}, marks=pytest.mark.slow),
+        ],
         ("llama3", 1, {"num_key_value_heads": 1}),
-        ("qwen3", 1, {"head_dim": 16}),  # norms of queries and keys
-        ("gpt_neox", 1, {}),  # heads that lie apart, of which a part turns
-        ("opt", 1, {}),  # no rotary embedding
-        pytest.param("qwen2.5-windows", 2, {}, marks=pytest.mark.slow),
-    ],
+    ),
 )
 def test_the_cache_holds_what_transformers_caches(
     name: str, layers: int, changes: Mapping[str, Any]
@@ -110,6 +114,7 @@ def test_one_launch_rotates_and_appends() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_gradients_of_windows_through_pages() -> None:
     """Attention is made again for backward, and its keys and values appended once more."""
     base = oracle.random_model(BY_NAME["qwen3"].config(1, head_dim=16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,88 +19,35 @@ from pcg.kernels.torch.attention import attention, attention_backward
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch, whole_sequences
+from tests.support.attention_cases import Case, reference
 from tests.support.flash_stand_in import attention_of_a_gpu
 
 CPU = torch.device("cpu")
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a model may ask of its attention; heads share KV heads in groups."""
-
-    kv_heads: int = 2
-    group: int = 2
-    size: int = 8
-    value_size: int = 8
-    window: int = 0
-    softcap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.group
-
-    def keywords(self) -> dict[str, object]:
-        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=torch.float64)
-        sinks = torch.linspace(-1, 2, self.heads, dtype=torch.float64)
-        return {
-            "scale": 0.4,
-            "window": self.window,
-            "softcap": self.softcap,
-            "alibi": slopes if self.alibi else None,
-            "sinks": sinks if self.sinks else None,
-        }
-
-    def tensors(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        generator = seeded(seed)
-        shapes = (
-            (self.heads, self.size),
-            (self.kv_heads, self.size),
-            (self.kv_heads, self.value_size),
-        )
-        q, k, v = (
-            torch.randn(tokens, *shape, generator=generator, dtype=torch.float64)
-            for shape in shapes
-        )
-        return q, k, v
+def small(**changes: Any) -> Case:
+    """A case in fp64, of heads of 8."""
+    return Case(**{"size": 8, "value_size": 8, "dtype": torch.float64, **changes})
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """One whole sequence, token by token and head by head: out and log-sum-exp."""
-    scale, window = options["scale"], options["window"]
-    softcap, alibi, sinks = options["softcap"], options["alibi"], options["sinks"]
-    group = q.shape[1] // k.shape[1]
-    outs, sums = [], []
-    for position in range(q.shape[0]):
-        first = max(0, position + 1 - window) if window else 0
-        for head in range(q.shape[1]):
-            keys, values = (x[first : position + 1, head // group] for x in (k, v))
-            scores = scale * (keys @ q[position, head])
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            if alibi is not None:
-                distance = torch.arange(first - position, 1, dtype=scores.dtype)
-                scores = scores + alibi[head] * distance
-            everything = scores if sinks is None else torch.cat((scores, sinks[head : head + 1]))
-            outs.append(torch.softmax(everything, 0)[: len(scores)] @ values)
-            sums.append(torch.logsumexp(everything, 0))
-    shape = q.shape[:2]
-    return torch.stack(outs).view(*shape, -1), torch.stack(sums).view(shape)
+def keywords_of(case: Case) -> dict[str, Any]:
+    """Its scoring, whose slopes and sinks are in fp64, too."""
+    pairs = case.keywords().items()
+    return {name: x.double() if isinstance(x, Tensor) else x for name, x in pairs}
 
 
 def reference_of_all(
     lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor, **options: object
 ) -> tuple[Tensor, Tensor]:
     parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
-    outs, sums = zip(*(reference(*part, **options) for part in parts), strict=True)
+    outs, sums = zip(*(reference(*part, 0, **options) for part in parts), strict=True)
     return torch.cat(outs), torch.cat(sums)
 
 
 @st.composite
-def options(draw: st.DrawFn) -> Options:
+def options(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from([2, 4, 8]))
-    return Options(
+    return small(
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 3)),
         size=size,
@@ -116,16 +62,16 @@ def options(draw: st.DrawFn) -> Options:
 RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 UNIFORM = st.tuples(st.integers(1, 9), st.integers(1, 4)).map(lambda pair: [pair[0]] * pair[1])
 NAMED = {
-    "mha": Options(kv_heads=4, group=1),
-    "gqa": Options(),
-    "mqa": Options(kv_heads=1, group=4),
-    "window": Options(window=3),
-    "softcap": Options(softcap=2.0),
-    "alibi": Options(alibi=True),
-    "sinks": Options(sinks=True),
-    "alibi-window": Options(alibi=True, window=3),
-    "softcap-window": Options(softcap=2.0, window=4),
-    "everything": Options(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
+    "mha": Case(kv_heads=4, group=1),
+    "gqa": Case(),
+    "mqa": Case(kv_heads=1, group=4),
+    "window": Case(window=3),
+    "softcap": Case(softcap=2.0),
+    "alibi": Case(alibi=True),
+    "sinks": Case(sinks=True),
+    "alibi-window": Case(alibi=True, window=3),
+    "softcap-window": Case(softcap=2.0, window=4),
+    "everything": Case(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
 }
 
 
@@ -133,10 +79,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def check_whole(chosen: Options, lengths: Sequence[int]) -> None:
+def check_whole(chosen: Case, lengths: Sequence[int]) -> None:
     """Forward and backward of whole sequences."""
     q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
-    keywords = chosen.keywords()
+    keywords = keywords_of(chosen)
     batch = whole_sequences([[0] * length for length in lengths], CPU, keeps=True)
     with torch.no_grad():
         out, lse = attention(batch, q, k, v, **keywords)
@@ -179,12 +125,12 @@ def test_whole_sequences(name: str, lengths: Sequence[int]) -> None:
 
 
 @given(options(), st.one_of(RAGGED, UNIFORM))
-def test_whole_sequences_of_any_options(chosen: Options, lengths: list[int]) -> None:
+def test_whole_sequences_of_any_options(chosen: Case, lengths: list[int]) -> None:
     check_whole(chosen, lengths)
 
 
 def check_cached(
-    chosen: Options, chunks: Sequence[Sequence[int]], spare: Sequence[int], dtype: str = "f64"
+    chosen: Case, chunks: Sequence[Sequence[int]], spare: Sequence[int], dtype: str = "f64"
 ) -> None:
     """Sequences come in chunks, each a span of one step; what they see is in the cache.
 
@@ -198,7 +144,7 @@ def check_cached(
     torch_dtype = {"f64": torch.float64, "f32": torch.float32}[dtype]
     lengths = [sum(parts) for parts in chunks]
     q, k, v = (x.to(torch_dtype) for x in chosen.tensors(sum(lengths)))
-    keywords = chosen.keywords()
+    keywords = keywords_of(chosen)
     expected, _ = reference_of_all(lengths, *(x.double() for x in (q, k, v)), **keywords)
     types = (
         tensor(dtype, TOKENS, chosen.kv_heads, chosen.size),
@@ -237,13 +183,13 @@ def test_chunked_prefill_then_decode(name: str) -> None:
 def test_decode_of_sequences_at_equal_distances(window: int, dtype: str) -> None:
     """Equal expectations put sequences at equal distances in the cache: they decode in one call."""
     chunks = [[prompt, *[1] * 6] for prompt in (15, 14, 16, 13, 12)]
-    check_cached(Options(window=window), chunks, [2] * 5, dtype)
+    check_cached(small(window=window), chunks, [2] * 5, dtype)
 
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_decode_of_pages_that_lie_apart(window: int) -> None:
     chunks = [[prompt, *[1] * 20] for prompt in (15, 14, 16, 3, 12)]
-    check_cached(Options(window=window), chunks, [0, 0, 4, 4, 0])
+    check_cached(small(window=window), chunks, [0, 0, 4, 4, 0])
 
 
 @st.composite
@@ -258,7 +204,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 
 @given(options(), arrivals())
 def test_any_chunks_of_any_options(
-    chosen: Options, arriving: tuple[list[list[int]], list[int]]
+    chosen: Case, arriving: tuple[list[list[int]], list[int]]
 ) -> None:
     check_cached(chosen, *arriving)
 
@@ -267,11 +213,11 @@ def test_any_chunks_of_any_options(
 def test_plain_decode(contexts: list[int], window: int, equal: bool) -> None:
     """Each sequence has a prompt and decodes: the path of every serving step."""
     spare = [2 if equal else n % 3 for n in contexts]
-    check_cached(Options(window=window), [[n, 1, 1] for n in contexts], spare)
+    check_cached(small(window=window), [[n, 1, 1] for n in contexts], spare)
 
 
 def check_windows(
-    chosen: Options, chunks: Sequence[Sequence[int]], spare: Sequence[int], ends: Sequence[int]
+    chosen: Case, chunks: Sequence[Sequence[int]], spare: Sequence[int], ends: Sequence[int]
 ) -> None:
     """Sequences are trained on window by window: forward from the first, backward from the last.
 
@@ -283,7 +229,7 @@ def check_windows(
     """
     lengths = [sum(parts) for parts in chunks]
     q, k, v = (x.requires_grad_() for x in chosen.tensors(sum(lengths)))
-    keywords = chosen.keywords()
+    keywords = keywords_of(chosen)
     expected, sums = reference_of_all(lengths, q, k, v, **keywords)
     dout = torch.randn(q.shape[0], q.shape[1], v.shape[2], generator=seeded(1), dtype=q.dtype)
     gradients = torch.autograd.grad(expected, (q, k, v), dout)
@@ -334,7 +280,7 @@ def test_windows(name: str) -> None:
 
 @given(options(), arrivals(), st.sets(st.integers(0, 30)))
 def test_any_windows_of_any_options(
-    chosen: Options, arriving: tuple[list[list[int]], list[int]], ends: set[int]
+    chosen: Case, arriving: tuple[list[list[int]], list[int]], ends: set[int]
 ) -> None:
     check_windows(chosen, *arriving, sorted(ends))
 
@@ -345,9 +291,9 @@ def test_bf16_rounds_once() -> None:
         chosen = NAMED[name]
         q, k, v = (x.bfloat16() for x in chosen.tensors(15))
         batch = whole_sequences([[0] * 9, [0] * 6], CPU, keeps=True)
-        out, lse = attention(batch, q, k, v, **chosen.keywords())
+        out, lse = attention(batch, q, k, v, **keywords_of(chosen))
         exact, sums = reference_of_all(
-            (9, 6), *(x.double() for x in (q, k, v)), **chosen.keywords()
+            (9, 6), *(x.double() for x in (q, k, v)), **keywords_of(chosen)
         )
         assert out.dtype == torch.bfloat16
         assert lse is not None
@@ -366,8 +312,8 @@ def test_scores_of_a_long_sequence_never_exist(name: str) -> None:
         attention_of_a_gpu(has_flash=False, block_bytes=block_bytes),
         LargestTensor() as largest,
     ):
-        out, lse = attention(batch, q, k, v, **chosen.keywords())
-        attention_backward(batch, out, out, lse, q, k, v, **chosen.keywords())
+        out, lse = attention(batch, q, k, v, **keywords_of(chosen))
+        attention_backward(batch, out, out, lse, q, k, v, **keywords_of(chosen))
     assert largest.bytes <= max(block_bytes // 4, q.nbytes)
     assert largest.bytes < 4 * length * length
 

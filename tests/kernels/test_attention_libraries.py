@@ -47,6 +47,7 @@ def executor_of(base: Any, attention: str) -> Any:
     return compiler.compile(base, backend="triton", attention=attention, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 7])
 def test_prompts_are_the_library_s_and_decoding_our_own(calls: dict[str, int], window: int) -> None:
     """Prompts alone; then two around one of which only the last token is new; and decoding."""
@@ -75,6 +76,7 @@ def test_prompts_are_the_library_s_and_decoding_our_own(calls: dict[str, int], w
     assert found == tokens_of(executor_of(base, "own"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("libraries", "called"),
     [(BOTH, "_flash_attn_varlen"), (f"flash_attn_3,{BOTH}", "_flash_attn")],

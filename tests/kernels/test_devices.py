@@ -62,23 +62,6 @@ def test_threads_are_started_with_their_device() -> None:
     assert not found, "start these by pcg.kernels.devices"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Thread(target=act)",
-        "threading.Thread(target=act)",
-        "with ThreadPoolExecutor(2) as pool: ...",
-        "await asyncio.to_thread(act)",
-        "loop.run_in_executor(None, act)",
-        "class Mine(threading.Thread): ...",
-    ],
-)
-def test_the_search_finds_threads(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "some.py"
-    path.write_text(f"async def f():\n    {text}\n" if "await" in text else f"{text}\n")
-    assert started(path)
-
-
 # ------------------------------------------------------------------------------------ threads
 
 

@@ -18,6 +18,7 @@ from pcg.kernels.triton.attention.paged_attention import (
 )
 from pcg.kernels.triton.attention.work import COLUMNS, KEY_BLOCK, SPLIT_KEYS, TILE_ROWS
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
+from tests.support.parameters import mostly_slow
 
 KERNELS = "pcg.kernels.triton.attention"
 SHARED_KIB = {80: 101, 89: 99, 90: 130, 120: 99}
@@ -209,7 +210,7 @@ def check(found: Sequence[Code], size: int) -> None:
             assert code.count("LDG", "128")
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", mostly_slow([80, 90], 90))
 def test_machine_code(architecture: int) -> None:
     found = compiled(kernels(architecture, 128), [architecture])
     check(found, 128)
@@ -266,19 +267,3 @@ def test_a_program_alone_on_its_processor_takes_the_registers_that_it_needs() ->
     for code in compiled(alone, [89]):
         assert 2 * code.shared_bytes > SHARED_KIB[89] * 1024
         code.check_in_registers()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("paged", [True, False], ids=["paged", "unpaged"])
-@pytest.mark.parametrize("name", [name for name, (size, _) in OPTIONS.items() if size > 64])
-@pytest.mark.parametrize("architecture", [89, 120])
-def test_small_processors_hold_every_program(architecture: int, name: str, paged: bool) -> None:
-    size, options = OPTIONS[name]
-    check_fit(compiled(kernels(architecture, size, **{**options, "paged": paged}), [architecture]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_fp32_stays_in_registers(size: int) -> None:
-    for code in compiled(kernels(90, size, dtype=torch.float32), [90]):
-        code.check_in_registers(255)

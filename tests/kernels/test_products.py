@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg
 from pcg.kernels.torch.products import linear, linear_backward, linear_group, product
 from pcg.runtime.model.merged_execution import ProductRequest, run_merged
-from tests.support import oracle
-from tests.support.families import BY_NAME
 
 
 def laid_out(weight: Tensor, bias: Tensor) -> Tensor:
@@ -41,17 +38,6 @@ def test_a_bias_is_added_where_it_is_asked_for(is_laid_out: bool) -> None:
     for ours, ones, wanted in zip(found, alone, expected, strict=True):
         torch.testing.assert_close(ours, wanted)
         torch.testing.assert_close(ones, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_serving_leaves_the_weights_that_training_reads_as_they_are(dtype: torch.dtype) -> None:
-    """Those of fp64 are not packed, and so are in the same memory."""
-    executor = pcg.compile(oracle.random_model(BY_NAME["gpt2"].config(2), dtype), dtype=dtype)
-    executor.add_adapter("a", {"peft_type": "LORA", "r": 4})
-    weights = executor.training_runner("a").weights
-    for holder in (*weights.layers, weights.epilogue):
-        for tensor in vars(holder).values():
-            assert not hasattr(tensor, "group_bias")
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200])

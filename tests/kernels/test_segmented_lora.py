@@ -22,6 +22,7 @@ from pcg.kernels.triton.adapters.token_tiles import TileCapacity, TokenTiles, to
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import IS_NEW_TRITON, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.parameters import mostly_slow
 from tests.support.segmented_batches import (
     DTYPES,
     ROUNDING,
@@ -485,7 +486,7 @@ def test_machine_code_of_sites_with_tensors_of_their_own() -> None:
         assert not code.count("STG", "U16"), code.kernel
 
 
-@pytest.mark.parametrize("rank", [16, 6])
+@pytest.mark.parametrize("rank", mostly_slow([16, 6], 16))
 def test_machine_code_of_a_matrix_that_lies_by_its_columns(rank: int) -> None:
     kernels = (_shrink(64, 16, "fp32"), _expand(1, 1, "fp32"), _outer("bf16"))
     turned = [replace(one, constants={**one.constants, "TURNED": rank}) for one in kernels]

@@ -178,6 +178,7 @@ def test_a_branch_of_a_graph(gpu: None) -> None:
 # ---------------------------------------------------------------------------- the tests of a GPU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["llama3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "opt", "gpt2"))],
@@ -186,6 +187,7 @@ def test_whole_programs(gpu: None, name: str, tmp_path: Path) -> None:
     on_device.whole_programs(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_rows_of_adapters(gpu: None) -> None:
     on_device.rows_of_adapters()
 
@@ -195,6 +197,7 @@ def test_recorded_steps(gpu: None) -> None:
     on_device.recorded_steps()
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_nothing(gpu: None) -> None:
     on_device.a_step_waits_for_nothing()
 
@@ -202,11 +205,13 @@ def test_a_step_waits_for_nothing(gpu: None) -> None:
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_units_run_beside_the_forward(gpu: None, backend: str) -> None:
     on_device.backward_units_run_beside_the_forward(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_are_copied_from_the_host_beside_steps(gpu: None, backend: str) -> None:
     on_device.adapters_are_copied_from_the_host_beside_steps(backend)
@@ -217,6 +222,7 @@ def test_an_engine_replays_its_steps(gpu: None) -> None:
     on_device.an_engine_replays_its_steps()
 
 
+@pytest.mark.slow
 def test_windows_are_recorded(gpu: None) -> None:
     on_device.windows_are_recorded()
 

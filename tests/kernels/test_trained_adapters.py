@@ -138,6 +138,7 @@ def test_gradients_of_several_jobs_are_each_ones_own(
         close(dx, through, 2 * ROUNDING[dtype] + PRODUCT)  # of the base's part, and of the sum
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.lists(st.tuples(st.sampled_from((5, 40, 70)), ranks), min_size=1, max_size=2),

@@ -13,6 +13,7 @@ from pcg.ir.program.program import Training
 from pcg.ir.program.saved_memory import saved_memory
 from pcg.ir.types import CONTEXT
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 BATCH, SEQ = 2, 64
 
@@ -27,13 +28,16 @@ def planned(family: str, target: str, layers: list[int], budget: int) -> Trainin
 
 @pytest.mark.parametrize(
     ("family", "target", "layers"),
-    [
-        ("llama3", "v_proj", [2]),
+    mostly_slow(
+        [
+            ("llama3", "v_proj", [2]),
+            ("llama3", "o_proj", [2]),
+            ("llama3", "v_proj", [1, 2]),
+            ("gemma3", "o_proj", [2]),
+            ("opt", "out_proj", [2]),
+        ],
         ("llama3", "o_proj", [2]),
-        ("llama3", "v_proj", [1, 2]),
-        ("gemma3", "o_proj", [2]),
-        ("opt", "out_proj", [2]),
-    ],
+    ),
 )
 def test_what_layers_share_counts_where_backward_recomputes_with_it(
     family: str, target: str, layers: list[int]

@@ -19,6 +19,7 @@ from tests.support import oracle
 from tests.support.emitted_programs import METHODS
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import lowered
+from tests.support.parameters import mostly_slow
 from tests.support.prompts import prompts
 
 
@@ -78,7 +79,7 @@ def test_sums_that_ranks_add_up_keep_theirs() -> None:
     assert not any(found.values())
 
 
-@pytest.mark.parametrize("tokens", [7, 17])
+@pytest.mark.parametrize("tokens", mostly_slow([7, 17], 17))
 def test_few_tokens_have_no_launch_for_expand(
     tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

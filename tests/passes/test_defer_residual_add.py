@@ -19,6 +19,7 @@ from pcg.passes.stages import Trained
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
+from tests.support.parameters import mostly_slow
 from tests.support.prompts import prompts
 
 
@@ -56,12 +57,14 @@ def test_the_sum_is_in_the_kernel_of_the_next_norm() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("gemma2", id="a norm makes a summand"),
-        pytest.param("granite", id="a factor makes a summand"),
-        pytest.param("gptj", id="a sum makes a summand"),
-        pytest.param("opt-post_norm", id="a norm comes last"),
-    ],
+    mostly_slow(
+        [
+            pytest.param("gemma2", id="a norm makes a summand"),
+            pytest.param("granite", id="a factor makes a summand"),
+            pytest.param("gptj", id="a sum makes a summand"),
+            pytest.param("opt-post_norm", id="a norm comes last"),
+        ]
+    ),
 )
 def test_what_a_kernel_makes_anyway_stays(name: str) -> None:
     model = model_of(name)
@@ -74,7 +77,9 @@ def test_parts_of_tokens_stay() -> None:
     assert DeferResidualAdd().run(model_of("llama3", tp=2)) != model
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "gpt_neox-serial", "mpt", "qwen2.5-windows"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["llama3", "gpt2", "gpt_neox-serial", "mpt", "qwen2.5-windows"], "gpt2")
+)
 def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = oracle.random_model(BY_NAME[name].config(2))
     sequences = prompts((5, 1, 9))

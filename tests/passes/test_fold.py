@@ -22,6 +22,7 @@ from tests.support import oracle
 from tests.support.evaluate import evaluate, random_values
 from tests.support.families import BY_NAME, FAMILIES, WINDOW
 from tests.support.models import folded, raised, traced
+from tests.support.parameters import mostly_slow
 
 MODEL = """
 graph @model(%input_ids: i64[T], %position_ids: i64[T]) {
@@ -126,11 +127,7 @@ def test_a_graph_without_layers_is_refused() -> None:
 DIFFERING = ("gemma2", "gemma3", "gpt2-scaled_by_layer", "qwen2.5-windows")
 """Models whose layers differ."""
 ALWAYS = (*DIFFERING, "bloom", "falcon-40b", "gptj", "llama3", "opt")
-"""Checked in every run, the others in the slow one."""
-CASES = [
-    pytest.param(str(family), marks=[] if str(family) in ALWAYS else [pytest.mark.slow])
-    for family in FAMILIES
-]
+CASES = mostly_slow(map(str, FAMILIES), "opt", "qwen2.5-windows")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -163,7 +160,7 @@ def run_folded(model: ModelGraph, values: dict[str, torch.Tensor], batch: Any) -
     return run(model.epilogue, x, 0)[0]
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", mostly_slow(ALWAYS, "gemma2", "falcon-40b", "opt"))
 def test_the_unfolded_graph_computes_the_same(name: str) -> None:
     trace = traced(name, whole=True)
     values = random_values(trace.graph, tokens=9)
@@ -196,7 +193,7 @@ SCHEDULES = {
 """Traced layers, the schedule, and what is changed of the configuration."""
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, "llama3"))
 def test_many_layers_are_traced_as_few(name: str) -> None:
     count, schedule, changes = SCHEDULES[name]
     config = BY_NAME[name].config(MANY, **changes)

@@ -14,6 +14,7 @@ from pcg.ir.operators import operator
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.registry import run_text
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 LAYER = 7
@@ -103,7 +104,7 @@ def test_bottlenecks(function: str, fused: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("budget", mostly_slow([0.0, 0.3, 1.0], 0.0))
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize(
     ("name", "recipe"),

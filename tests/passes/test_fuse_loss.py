@@ -9,6 +9,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.operators import operator
 from pcg.passes.fusion.fuse_products import FuseLoss
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 LORA = {"peft_type": "LORA", "r": 4}
 
@@ -21,13 +22,16 @@ def epilogue(name: str, peft: object = "lora") -> Graph:
 
 @pytest.mark.parametrize(
     ("name", "bias", "scale", "softcap"),
-    [
-        ("llama3", False, 1.0, 0.0),
+    mostly_slow(
+        [
+            ("llama3", False, 1.0, 0.0),
+            ("phi", True, 1.0, 0.0),
+            ("granite", False, 0.5, 0.0),
+            ("cohere", False, 0.5, 0.0),
+            ("gemma2", False, 1.0, 30.0),
+        ],
         ("phi", True, 1.0, 0.0),
-        ("granite", False, 0.5, 0.0),
-        ("cohere", False, 0.5, 0.0),
-        ("gemma2", False, 1.0, 30.0),
-    ],
+    ),
 )
 def test_what_is_done_to_the_logits(name: str, bias: bool, scale: float, softcap: float) -> None:
     before = epilogue(name)

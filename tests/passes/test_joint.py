@@ -32,6 +32,7 @@ from pcg.passes.stages import Attached, Prepared, Sharded, TrainedModel
 from tests.support.bypasses import lora
 from tests.support.mlp import mlp_model
 from tests.support.parallelized import Machine, attached
+from tests.support.parameters import mostly_slow
 
 UP, DOWN = "model.layers.{layer}.up", "model.layers.{layer}.down"
 DEGREE, TOKENS_HERE = 2, 8
@@ -223,7 +224,7 @@ def trained(size: int | float, lossy: Lossy = None) -> tuple[Sharded, TrainedMod
 
 
 @pytest.mark.parametrize("part", [1, 2])
-@pytest.mark.parametrize("lossy", [None, "fp8"])
+@pytest.mark.parametrize("lossy", mostly_slow([None, "fp8"], None))
 def test_what_is_weighed_is_what_is_planned_and_saved(lossy: Lossy, part: int) -> None:
     _, most = trained(1.0, lossy)
     sizes = [point[0] for point in most.frontiers.points()]

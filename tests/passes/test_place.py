@@ -290,19 +290,6 @@ def test_backward_makes_again_what_the_base_forgot() -> None:
     assert found.training.costs.seconds * 2 < found.training.fixed.seconds
 
 
-@pytest.mark.parametrize("recipe", ["ia3", "lora"])
-def test_a_cut_of_a_layer_runs_as_it_is_counted(recipe: str) -> None:
-    given = gradients(LLAMA, recipe, trains=True).training
-    assert given is not None
-    pair = given.kinds[-1].gradients
-    costs = SplitCosts(
-        find_cost_model("H100"), find_cost_model("CPU"), SplitLink.parse("shared"), 64, 64
-    )
-    problem = split_problem(pair.graph, pair.backward, costs).problem
-    cut = exact_cut.exact_cut(problem)
-    assert cost_of_running(problem, cut) == cut.cost_ps < fixed_cut(problem).cost_ps
-
-
 @pytest.mark.parametrize(
     ("model", "recipe", "trips", "fixed"),
     [
@@ -347,9 +334,3 @@ def test_a_piece_that_is_not_linear_cannot_be_private() -> None:
 def test_a_link_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         SplitLink.parse(text)
-
-
-def test_a_link_is_named_or_measured() -> None:
-    assert SplitLink.parse("lan") == SplitLink("lan", 1e-3, 1.25e9)
-    found = SplitLink.parse("5,2.5")
-    assert (found.latency_s, found.bytes_per_s) == (5e-3, 2.5e9 / 8)

@@ -19,6 +19,7 @@ from pcg.runtime.training.runner import TrainingPass, training_runner
 from pcg.runtime.training.windows import Window
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 TOKENS = 32
 
@@ -54,7 +55,7 @@ def kept_bytes(executor: Executor, windows: bool) -> int:
     return sum(size for pointer, size in sizes.items() if pointer not in resident)
 
 
-@pytest.mark.parametrize("name", ["llama3", "opt", "gemma2"])
+@pytest.mark.parametrize("name", mostly_slow(["llama3", "opt", "gemma2"], "opt"))
 def test_keys_and_values_are_kept_once(name: str) -> None:
     layers = 3
     family = BY_NAME[name]
