@@ -38,16 +38,16 @@ from tests.support.models import raised
 
 State = Attached | Gradients | Trained | Emitted
 CASES = [
-    ("llama3", 1, "torch"),
     ("gpt2", 1, "triton"),
     ("gemma2", 2, "torch"),
-    ("mixtral", 1, "torch"),
-    ("bloom", 2, "triton"),
+    pytest.param("llama3", 1, "torch", marks=pytest.mark.slow),
+    pytest.param("mixtral", 1, "torch", marks=pytest.mark.slow),
+    pytest.param("bloom", 2, "triton", marks=pytest.mark.slow),
 ]
 OTHERS = [
     pytest.param(family.name, 2, "triton", marks=pytest.mark.slow)
     for family in FAMILIES
-    if family.name not in {name for name, *_ in CASES}
+    if family.name not in ("gpt2", "gemma2", "llama3", "mixtral", "bloom")
 ]
 
 

@@ -49,17 +49,6 @@ def test_every_operator_has_a_recipe() -> None:
     assert set(RECIPES) == set(OPERATORS)
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_round_trip_of_each_operator(op: str) -> None:
-    @settings(max_examples=8)
-    @given(graphs(op))
-    def check(graph: Graph) -> None:
-        assert any(node.op == op for node in graph.nodes)
-        assert same(parse_graph(print_graph(graph)), graph)
-
-    check()
-
-
 @given(st.lists(graphs(), max_size=3))
 def test_round_trip_of_files(many: list[Graph]) -> None:
     text = print_graphs(many)

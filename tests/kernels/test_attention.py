@@ -62,16 +62,16 @@ def options(draw: st.DrawFn) -> Case:
 RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 UNIFORM = st.tuples(st.integers(1, 9), st.integers(1, 4)).map(lambda pair: [pair[0]] * pair[1])
 NAMED = {
-    "mha": Case(kv_heads=4, group=1),
-    "gqa": Case(),
-    "mqa": Case(kv_heads=1, group=4),
-    "window": Case(window=3),
-    "softcap": Case(softcap=2.0),
-    "alibi": Case(alibi=True),
-    "sinks": Case(sinks=True),
-    "alibi-window": Case(alibi=True, window=3),
-    "softcap-window": Case(softcap=2.0, window=4),
-    "everything": Case(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
+    "mha": small(kv_heads=4, group=1),
+    "gqa": small(),
+    "mqa": small(kv_heads=1, group=4),
+    "window": small(window=3),
+    "softcap": small(softcap=2.0),
+    "alibi": small(alibi=True),
+    "sinks": small(sinks=True),
+    "alibi-window": small(alibi=True, window=3),
+    "softcap-window": small(softcap=2.0, window=4),
+    "everything": small(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
 }
 
 

@@ -144,6 +144,7 @@ def test_what_a_users_thread_calls_runs_on_the_executors_gpu(gpu: None) -> None:
     assert ORDER.gpu == OTHER  # the thread's own choice is left as it was
 
 
+@pytest.mark.slow
 def test_threads_of_an_engine_run_on_its_gpu(gpu: None) -> None:
     """Its steps, copies of adapters, and adapters that are read and compiled for beside them."""
     executor = executor_of(1, "cuda:0")

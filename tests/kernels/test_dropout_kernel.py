@@ -107,6 +107,7 @@ def test_nothing_is_dropped_by_a_zero_key_and_all_at_one() -> None:
     assert dropout(batch, x, P, KEY) is x
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     signature = {
         "x": "*fp32", "y": "*fp32", "positions": "*i64", "sequences": "*i64", "key": "*i64",

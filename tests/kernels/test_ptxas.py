@@ -140,10 +140,10 @@ print(*(used_ptxas(architecture).path for architecture in (80, 90, 100)))
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"PCG_PTXAS": "a"}, "a a a"),
         ({"PCG_PTXAS": "a", "TRITON_PTXAS_PATH": "b"}, "a a a"),
-        ({"TRITON_PTXAS_PATH": "b"}, "b b b"),
         ({"TRITON_PTXAS_PATH": "b", "TRITON_PTXAS_BLACKWELL_PATH": "a"}, None),
+        pytest.param({"PCG_PTXAS": "a"}, "a a a", marks=pytest.mark.slow),
+        pytest.param({"TRITON_PTXAS_PATH": "b"}, "b b b", marks=pytest.mark.slow),
     ],
 )
 def test_a_choice_of_the_user_counts_on_every_gpu(

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from pcg.kernels.batch import TokenLimits
 from pcg.kernels.triton import sampling as template
 from pcg.kernels.triton.sampling import draw, greedy
-from pcg.runtime.sampling.sampling import Sampler, make_generator, sample
-from pcg.runtime.sampling.sampling_params import SamplingParams
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import Code, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
@@ -83,18 +81,6 @@ def test_a_token_is_drawn_where_the_distribution_passes_u(
     assert (after >= uniform - 1e-6).all()
 
 
-def test_requests_draw_the_tokens_that_they_draw_on_the_cpu() -> None:
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(64, 1000)
-    params = [SamplingParams(temperature=0.5 + row / 64, seed=row) for row in range(64)]
-    wanted = sample(logits, [Sampler(each) for each in params])
-    uniform = torch.stack(
-        [torch.rand((), dtype=torch.float64, generator=make_generator(row)) for row in range(64)]
-    )
-    temperatures = torch.tensor([p.temperature for p in params])
-    assert torch.equal(draw(logits, unlimited(temperatures), uniform)[0], wanted)
-
-
 def test_rows_that_nothing_can_be_drawn_from() -> None:
     logits = torch.zeros(4, 40)
     logits[0, 7] = float("nan")
@@ -134,6 +120,7 @@ def codes() -> dict[str, list[Code]]:
     return {name: made[2 * i : 2 * i + 2] for i, name in enumerate(kernels)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loads"),
     [

@@ -120,7 +120,7 @@ def drawn_sums(parts: int, case: Case) -> Tensor:
 # ----------------------------------------------------------------------------------------- tests
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(cases(), dtypes, dtypes, st.sampled_from((8, 136, 264)), st.sampled_from((None, 1)))
 def test_shrink(
     case: Case, x_dtype: torch.dtype, dtype: torch.dtype, in_: int, parts: int | None
@@ -136,7 +136,7 @@ def test_shrink(
     check_close(by_token(s, case, tiles), expected, magnitude, WIDE + SUMS)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(cases(), dtypes, dtypes, st.booleans())
 def test_expand_add(case: Case, y_dtype: torch.dtype, dtype: torch.dtype, in_place: bool) -> None:
     b = scattered(case.ranks, case.starts, case.sizes, case.adapters, dtype, case.generator)
@@ -186,7 +186,7 @@ def test_the_inputs_gradient_of_many_jobs(
     check_close(dx, expected, magnitude, WIDE + SUMS + ROUNDING[x_dtype])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(cases(), dtypes, st.booleans())
 def test_the_weights_gradient_of_many_jobs(case: Case, dtype: torch.dtype, is_scaled: bool) -> None:
     generator = case.generator
@@ -247,7 +247,7 @@ def test_products_of_fp16_keep_what_fp16_has_no_range_for(magnitude: float, bloc
     check_close(found, expected, total, 2.0**-20)
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(cases(1, 17), dtypes)
 def test_a_tokens_bits_do_not_depend_on_the_batch(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, runs=((2, 0), (1, 1), (18, 2), *case.runs), block=16)
@@ -469,6 +469,7 @@ def _of_sites(kernel: Kernel, tensors: str, made: str = "") -> Kernel:
     return replace(kernel, signature=types, constants=constants)
 
 
+@pytest.mark.slow
 def test_machine_code_of_sites_with_tensors_of_their_own() -> None:
     """In training: forward, and gradients, whose B lies by its columns."""
     shrink, expand = _shrink(64, 16, "fp32"), _expand(1, 1, "fp32")
@@ -486,6 +487,7 @@ def test_machine_code_of_sites_with_tensors_of_their_own() -> None:
         assert not code.count("STG", "U16"), code.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", mostly_slow([16, 6], 16))
 def test_machine_code_of_a_matrix_that_lies_by_its_columns(rank: int) -> None:
     kernels = (_shrink(64, 16, "fp32"), _expand(1, 1, "fp32"), _outer("bf16"))

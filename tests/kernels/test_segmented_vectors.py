@@ -27,6 +27,7 @@ from pcg.kernels.triton.adapters.segmented_vectors import (
 from tests.support.interpreter import bf16
 from tests.support.interpreter.gpu_code import IS_NEW_TRITON, Kernel, compiled
 from tests.support.interpreter.sanitizer import sanitized
+from tests.support.parameters import mostly_slow
 from tests.support.segmented_batches import (
     DTYPES,
     ROUNDING,
@@ -129,7 +130,7 @@ def test_gradients_of_vectors(case: Case, dtype: torch.dtype, of: str) -> None:
             check_close(matrix(vectors, j, case.adapters[slot])[0], expected, magnitude, 2e-6)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", mostly_slow(FUNCTIONS, "gelu", "silu"))
 @settings(max_examples=5)
 @given(case=cases(2, 40), parts=st.sampled_from((1, 3)), is_scaled=st.booleans())
 def test_activations(function: str, case: Case, parts: int, is_scaled: bool) -> None:

@@ -71,6 +71,7 @@ def codes() -> dict[str, list[Code]]:
     return {name: made[2 * i : 2 * i + 2] for i, name in enumerate(kernels)}
 
 
+@pytest.mark.slow
 def test_machine_code(codes: dict[str, list[Code]]) -> None:
     for code in codes["pack bf16"]:
         code.check_in_registers(64)

@@ -84,17 +84,17 @@ def test_of_equally_likely_tokens_the_last_stay() -> None:
 def test_requests_draw_the_tokens_that_they_draw_by_sorting() -> None:
     """Each with its own limits and seed; a row of NaN is undrawn, and no one else's matter."""
     torch.manual_seed(0)
-    logits = 3 * torch.randn(60, 400)
+    logits = 3 * torch.randn(24, 400)
     logits[7, 3] = float("nan")
     params = [
         SamplingParams(
-            temperature=0.5 + row / 60,
+            temperature=0.5 + row / 24,
             seed=row,
             top_k=(None, 5, 50)[row % 3],
             top_p=(None, 0.9, 0.4, 1.0)[row % 4],
             min_p=(None, 0.02)[row % 2],
         )
-        for row in range(60)
+        for row in range(24)
     ]
     kernels = Drawing.by_kernels(greedy, draw, keep)
     with np.errstate(invalid="ignore"):
@@ -131,7 +131,7 @@ def test_processed_logprobs_are_of_the_same_tokens_without_sorting() -> None:
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     """At evenly spaced numbers u, each as often as what sorting leaves of its probability."""
-    logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5, 0.5, -3.0]]).repeat(60, 1), 60
+    logits, count = torch.tensor([[2.0, 0.0, 1.0, -1.0, 1.5, 0.5, -3.0]]).repeat(24, 1), 24
     params = SamplingParams(temperature=0.8, top_k=5, top_p=0.95)
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens, are_drawn = draw(logits, limits_of([params] * count, logits), uniform)
@@ -142,6 +142,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert (found - expected).abs().max() <= 1 / count
 
 
+@pytest.mark.slow
 def test_machine_code() -> None:
     signature = {
         "logits": "*fp32", "temperatures": "*fp32", "top_k": "*fp32", "tails": "*fp32",

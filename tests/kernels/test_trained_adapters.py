@@ -107,7 +107,7 @@ def test_products_of_one_adapter(
         assert torch.equal(one, other)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(st.lists(st.tuples(counts, ranks), min_size=1, max_size=3), dtypes, st.booleans())
 def test_gradients_of_several_jobs_are_each_ones_own(
     shapes: list[tuple[int, int]], dtype: torch.dtype, has_another: bool
@@ -221,7 +221,7 @@ def of_bottleneck(job: Job, bias: AdapterWeight, function: str) -> list[Tensor]:
     return list(torch.autograd.grad(z, leaves, job.dz.double()))
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     st.lists(st.tuples(counts, ranks), min_size=1, max_size=3),
     dtypes,

@@ -141,6 +141,7 @@ def test_a_schedule_over_ranks_is_that_of_one(name: str, degree: int) -> None:
         check_same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_schedule_over_ranks_is_pefts(tmp_path: Path) -> None:
     _, wrapped, _ = pair(tmp_path)
     losses = train_peft(wrapped, SEQUENCES, STEPS)
@@ -166,6 +167,7 @@ def test_it_is_the_same_however_it_is_held(way: str, monkeypatch: pytest.MonkeyP
         check_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [pytest.param(w, marks=() if w in ("rows", "columns") else pytest.mark.slow) for w in WAYS],
@@ -203,6 +205,7 @@ def test_the_orthogonal_loss_over_ranks_is_pefts(
             assert (gradient - expected).norm() < TOLERANCE * expected.norm(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "stop"),
     [(2, 1, 5)]

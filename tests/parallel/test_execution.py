@@ -133,7 +133,7 @@ def test_every_method_compiles_over_ranks(method: str, backend: str) -> None:
     assert program.training is not None
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon-7b"])
+@pytest.mark.parametrize("name", mostly_slow(["gpt2", "falcon-7b"], "gpt2"))
 @pytest.mark.parametrize(
     "method", mostly_slow([name for name in METHODS if "dropout" not in name], "dora", "vera")
 )

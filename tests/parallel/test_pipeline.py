@@ -43,7 +43,7 @@ def program(name: str, degree: int = 1, **options: Any) -> Program:
 # ------------------------------------------------------------------------------------ equality
 
 
-@pytest.mark.parametrize(("pp", "size"), [(2, 1), (2, 8), (3, 2), (3, 8)])
+@pytest.mark.parametrize(("pp", "size"), [(2, 1), (3, 8)])
 def test_messages_of_a_gpu_run_one_after_the_other(pp: int, size: int) -> None:
     """So stages that send to each other do it in one exchange; in micro-batches, few or many."""
     compiled = program("llama3")
@@ -150,7 +150,7 @@ def test_a_weight_of_one_stage_that_an_optimizer_does_not_take() -> None:
     recipe = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[3], use_dora=True)
 
     def run(mesh: RankMesh) -> None:
-        with pytest.raises(FinetuneError, match="takes matrices alone"):
+        with pytest.raises(FinetuneError, match="takes only matrices"):
             train(
                 make_executor(program("llama3"), "llama3", mesh), "d", peft=recipe, optimizer="muon"
             )

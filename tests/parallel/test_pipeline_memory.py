@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcg.compiler import compile_program
@@ -53,6 +53,7 @@ def test_the_head_is_some_layers_work() -> None:
     assert str(cut_stages(base, 2)) == "0-16, 17-31"
 
 
+@settings(max_examples=15)
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_every_layer_has_one_stage(layers: int, count: int) -> None:
     base = _of_layers(layers)

@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.dataflow import trained
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding
 from pcg.ir.program.program import ModelGraph
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.costs.layer_costs import DeviceCosts, ring_bytes
@@ -71,43 +71,6 @@ def test_nothing_costs_less(name: str) -> None:
         rules = {n: c.rule for n, c in plan.nodes.items() if n not in site.nodes}
         fixed = Constraints({**search.layouts, **others}, rules)
         assert every.plan(fixed).cost == pytest.approx(plan.cost, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "held"),
-    [
-        ("llama3", (COLUMN, COLUMN)),
-        *itertools.product(("llama3", "gpt2"), ((ROW, COLUMN), (WHOLE, COLUMN))),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
-)
-def test_neighbours_share_messages_both_ways(name: str, held: tuple[Layout, Layout]) -> None:
-    """With all sites held alike: right in numbers, and as many messages as are said."""
-    search, _ = searched(name)
-    layouts = {
-        weight: held[not weight.partition("lora_")[2].startswith("A")]
-        for site in search.sites
-        for weight in site.weights
-    }
-    plan = search.hold(layouts)
-    sent: dict[str, int] = {}
-    messages: dict[str, int] = {}
-    assert max(errors(search.graph, 2, plan, sent, messages).values()) < 1e-5
-    bill = search.costs.of(plan)
-    assert sum(messages.values()) == bill.forward_messages + bill.backward_messages
-    assert sum(sent.values()) == bill.forward_bytes + bill.backward_bytes
-    reshards = [
-        (one, name in search.planner.active)
-        for node in (*plan.nodes.values(), plan.outputs)
-        for name, some in node.reshards
-        for one in some
-    ]
-    apart = sum(bool(one.forward) + bool(one.backward and active) for one, active in reshards)
-    assert sum(messages.values()) < apart
-    saved = plan.cost - bill.value
-    # Each message that another takes along starts once less: an all-gather, or an all-reduce.
-    starts = saved / 1e-6 / (apart - sum(messages.values()))
-    assert 1 - 1e-6 < starts < 2 + 1e-6
 
 
 @pytest.mark.parametrize("alpha", [1e-5, 1e-7, 1e-9])
@@ -186,20 +149,6 @@ def test_a_name_says_what_runs(name: str) -> None:
 def by_name(found: SearchResult, site: str) -> dict[str, Candidate]:
     (choice,) = (choice for choice in found.sites if choice.site.name.endswith(site))
     return {candidate.strategy: candidate for candidate in choice.candidates}
-
-
-def test_flexllms_best_sends_the_bases_alone() -> None:
-    _, found = searched("llama2", 4)
-    for choice in found.sites:
-        names = {c.strategy: c for c in choice.candidates}
-        (best,) = (names[n] for n in names if n.startswith("FlexLLM 1") and ";" not in n)
-        assert (best.added.forward_bytes, best.added.backward_bytes) == (0, 0)
-        # facts: the copy's gradient is summed once a step, r · h
-        (copy,) = (n for n, layout in best.layouts.items() if not layout.dim)
-        state = attached("llama2", "float64")
-        assert state.training is not None
-        size = size_bytes(state.training.blocks[0].types[copy], 1)
-        assert best.added.step_bytes == ring_bytes("all_reduce", size, 4)
 
 
 def test_s_loras_bytes() -> None:

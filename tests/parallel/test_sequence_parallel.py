@@ -25,7 +25,6 @@ from tests.support.parallelized import (
     base_over_ranks,
     costs,
     search_layer,
-    sharded,
     transitions,
 )
 from tests.support.parameters import mostly_slow
@@ -39,7 +38,6 @@ from tests.support.ranked import (
 from tests.support.sharded import check_candidates, errors
 from tests.support.threads import ThreadRanks, run_ranks
 
-FAMILIES = ("llama3", "gpt2", "opt", "qwen2", "falcon-7b", "gemma2")
 ODD = (6, 5)
 """Lengths of sequences, of 11 tokens together."""
 
@@ -66,20 +64,6 @@ def test_sums_become_parts_and_products_gather_them(name: str, words: int, degre
         assert (ops.count("gather"), ops.count("scatter")) == (words, words)
     assert [n.op for n in found.typed.prologue.nodes].count("scatter") == 1
     assert [n.op for n in found.typed.epilogue.nodes].count("gather") == 1
-
-
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama3", "falcon-7b"))
-def test_norms_and_residuals_are_of_a_part_of_the_tokens(name: str) -> None:
-    found = sharded(name, 2, sequence_parallel=True)
-    for block in (*found.typed.blocks, found.typed.epilogue):
-        hidden = block.inputs[0].type
-        assert str(hidden).endswith(f"[T|2, {hidden.shape[-1]}]")
-        for node in block.nodes:
-            if (
-                node.op in ("add", "layer_norm", "rms_norm")
-                and node.output.type.shape[1:] == (hidden.shape[1:])
-            ):
-                assert node.output.type.dims[0].degree == 2, str(node)
 
 
 # ------------------------------------------------------------------------------- rows of the ranks
@@ -241,18 +225,3 @@ def test_an_adapter_at_other_sites_is_served_and_trained_so() -> None:
 
 def _short() -> Mapping[str, Any]:
     return {key: value for key, value in JOB.items() if key != "eval_data"}
-
-
-def test_the_report_says_so() -> None:
-    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, sequence_parallel=True)
-    plain = pcg.explain("meta-llama/Llama-3.1-8B", tp=4)
-    assert report.to_json()["parallel"]["sequence_parallel"] is True
-    assert plain.to_json()["parallel"]["sequence_parallel"] is False
-    assert "(sequence-parallel)" in report.to_text()
-    assert "(sequence-parallel)" in report.to_html()
-    assert "sequence-parallel" not in plain.to_text() + plain.to_html()
-    (sent,), (before,) = (r.parallel["communication"] for r in (report, plain))
-    # A sum in two halves sends as much.
-    for way in ("forward", "backward"):
-        of_base, of_plain = (r[f"{way}_bytes"] - r[f"bypass_{way}_bytes"] for r in (sent, before))
-        assert of_base == of_plain

@@ -17,6 +17,7 @@ from pcg.runtime.engine.device.served_batch import ServedBatch
 from pcg.runtime.executor import Executor
 from pcg.runtime.model import runner
 from tests.support.interpreter import bf16
+from tests.support.parameters import mostly_slow
 from tests.support.prompts import prompts
 from tests.support.ranked import EXAMPLES, make_executor, make_program
 from tests.support.threads import run_mesh
@@ -79,9 +80,9 @@ def check_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("llama3", TWO),
         ("mixtral", MeshSizes(cp=3)),
-        ("gpt2", MeshSizes(cp=2, tp=2)),
+        pytest.param("llama3", TWO, marks=pytest.mark.slow),
+        pytest.param("gpt2", MeshSizes(cp=2, tp=2), marks=pytest.mark.slow),
         pytest.param("gemma2", TWO, marks=pytest.mark.slow),
         pytest.param("bloom", TWO, marks=pytest.mark.slow),
         pytest.param("llama3", MeshSizes(pp=2, cp=2), marks=pytest.mark.slow),
@@ -102,7 +103,7 @@ def test_requests_are_those_of_one_rank(
     assert {own < whole for whole, own in cut} == {True, False}
 
 
-@pytest.mark.parametrize("sizes", [TWO, MeshSizes(pp=2)], ids=str)
+@pytest.mark.parametrize("sizes", mostly_slow([TWO, MeshSizes(pp=2)], MeshSizes(pp=2)), ids=str)
 def test_programs_for_triton(sizes: MeshSizes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write a rank's own rows, and then those of others; no LoRA is left to be added."""
     monkeypatch.setattr(runner, "LEAST_TOKENS", 16)

@@ -96,8 +96,8 @@ def test_a_job_beside_requests(
     ("name", "sizes"),
     [
         ("two that begin at other layers", MeshSizes(pp=2, tp=2)),
-        ("virtual tokens", TWO),
-        ("the head alone", TWO),
+        pytest.param("virtual tokens", TWO, marks=pytest.mark.slow),
+        pytest.param("the head alone", TWO, marks=pytest.mark.slow),
         pytest.param("keys and values beside DoRA", MeshSizes(pp=3), marks=pytest.mark.slow),
         pytest.param("dropout", MeshSizes(pp=4), marks=pytest.mark.slow),
     ],

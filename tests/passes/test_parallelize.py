@@ -229,46 +229,6 @@ def test_a_style_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
         _ = PlanOptions(tp=2, tp_plan=path).styles
 
 
-def test_explain_of_ranks() -> None:
-    one, four = (pcg.explain("meta-llama/Llama-3.1-8B", tp=tp, serve_tokens=64) for tp in (1, 4))
-    assert (four.tp, four.parameters) == (4, one.parameters)
-    # All that is whole on each rank is the norms, and the frequencies of positions.
-    whole = 2 * 4096 * (2 * 32 + 1) + 4 * 64
-    assert 4 * (four.memory_bytes["weights"] - whole) == one.memory_bytes["weights"] - whole
-    assert 4 * four.memory_bytes["kv_cache"] == one.memory_bytes["kv_cache"]
-    # A beside a column-parallel product, and B beside a row-parallel one, are copies.
-    assert one.memory_bytes["adapters"] / 4 < four.memory_bytes["adapters"]
-    assert four.memory_bytes["adapters"] < one.memory_bytes["adapters"]
-    assert "4 ranks" in four.to_text()
-
-
-def test_the_report_of_ranks_has_every_site() -> None:
-    report = pcg.explain("meta-llama/Llama-3.1-8B", tp=4, gpus=["A100-80"])
-    parallel = report.to_json()["parallel"]
-    assert parallel["costs"] == "A100-80"
-    assert {row["layout"] for row in parallel["base"]} == {"-", "|-2", "|-1"}
-    assert len(parallel["bypass"]) == 7
-    for site in parallel["bypass"]:
-        strategies = {row["strategy"]: row for row in site["candidates"]}
-        assert len(strategies) == 36
-        least = min(row["cost_us"] for row in site["candidates"])
-        assert strategies[site["chosen"]]["cost_us"] == least
-    (sent,) = parallel["communication"]
-    # An all-reduce of the hidden states after attention and after the MLP, each way.
-    for way in ("forward", "backward"):
-        of_base = sent[f"{way}_bytes"] - sent[f"bypass_{way}_bytes"]
-        assert of_base == 2 * (2 * 1024 * 4096 * 2 * 3 // 4)
-    messages = sent["forward_messages"] + sent["backward_messages"]
-    assert messages - sent["bypass_messages"] == 4
-    # The sites that share a message would send more by themselves.
-    assert sent["bypass_messages"] < len(parallel["bypass"])
-    page = report.to_html()
-    assert all(f"<code>{site['site']}</code>" in page for site in parallel["bypass"])
-    text = report.to_text()
-    assert "row-parallel     o_proj, down_proj" in text
-    assert "down_proj        FlexLLM 1, Punica: partition A, replicate B" in text
-
-
 def test_a_device_without_costs_is_refused_by_name() -> None:
     with pytest.raises(CostModelError, match="no device sheet or profile is called 'gtx-1080'"):
         pcg.explain("meta-llama/Llama-3.1-8B", tp=2, costs="gtx-1080")

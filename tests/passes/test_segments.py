@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pcg.compiler as compiler
-from pcg.errors import MemoryBudgetError
 from pcg.explain import explain as explaining
 from pcg.explain.report.report import Report
 from pcg.ir.program.folder import load_program, save_program
@@ -121,23 +120,6 @@ def test_less_is_kept_and_gradients_are_equal_to_the_bit(name: str, dropout: flo
         assert stage.bytes == least - count * one == measured(executor)
         found = gradients(executor)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_the_report_counts_the_layers_run_again() -> None:
-    family = BY_NAME["llama3"]
-    _, report = planned(family, 0)
-    corners = [point for point in report.pareto if not point.restored]
-    shared = report.pareto[-1]
-    assert shared.restored == 6
-    again = shared.recompute_flops_ratio - corners[-1].recompute_flops_ratio
-    assert again == pytest.approx(6 / LAYERS)
-    with pytest.raises(MemoryBudgetError, match=rf"needs for backward, {shared.bytes} bytes"):
-        planned(family, shared.bytes - 1)
-    _, at_least = planned(family, shared.bytes)
-    (stage,) = [stage for stage in at_least.activations if stage.stage == "compressed"]
-    assert stage.recompute_flops_ratio == pytest.approx(shared.recompute_flops_ratio)
-    rows = {row.decision: row for row in at_least.saved if row.op == "input" and row.layers == 6}
-    assert "recomputed by" in rows["recompute"].reason
 
 
 def test_a_program_folder_says_which_inputs_are_made_again(tmp_path: Path) -> None:

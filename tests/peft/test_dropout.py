@@ -164,18 +164,6 @@ def test_gradients_by_kernels_are_pefts_with_the_same_masks() -> None:
     check_gradients("llama3", "dora", torch.float32, 1.0, backend="triton")
 
 
-@pytest.mark.parametrize("budget", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3", "opt"))]
-)
-def test_masks_are_the_same_where_they_are_drawn_again(
-    name: str, method: str, budget: float
-) -> None:
-    """Backward draws the masks of what it makes again."""
-    check_gradients(name, method, torch.float32, budget)
-
-
 @pytest.mark.parametrize(
     "budget", [0.0, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.5, 1.0))]
 )

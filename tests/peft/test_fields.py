@@ -145,8 +145,8 @@ def test_config_fields_are_those_of_the_installed_peft(config: Any) -> None:
 
 
 COUNTED: list[tuple[peft.PeftConfig, str]] = [
-    (peft.LoHaConfig(**COMPLETE["LOHA"]), "LoHa r3 on q_proj, down_proj"),
-    (peft.AdaLoraConfig(**ADALORA), "AdaLoRA r4 on q_proj, down_proj"),
+    (peft.LoHaConfig(**COMPLETE["LOHA"]), "LoHa r3 on down_proj, q_proj"),
+    (peft.AdaLoraConfig(**ADALORA), "AdaLoRA r4 on down_proj, q_proj"),
     (
         peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
         "prompt tuning with 5 virtual tokens",

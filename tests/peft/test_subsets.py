@@ -19,7 +19,6 @@ import torch
 import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.ir.program.program import Training
-from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.admission.limits import Limits
@@ -36,7 +35,6 @@ from pcg.runtime.training.work_units import Forward, Part, Phase
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import BATCH, SEQ, measured
-from tests.support.mlp import mlp_model
 from tests.support.parameters import mostly_slow
 from tests.support.peft_cases import ALL, check_gradients, trained_gradients, wrap
 from tests.support.prompts import TOLERANCE, prompts
@@ -224,22 +222,6 @@ def test_kinds_not_layers_are_compiled() -> None:
     assert many.model.layers == (0, 1, *[0] * 21, 1)
     # Below; the first that trains; those between without adapters; the last.
     assert many.layers == (0, 1, *[2] * 21, 3)
-
-
-def test_the_networks_of_each_layer() -> None:
-    recipes = [
-        LoraConfig(r=4, target_modules=("up",), rank_pattern={"layers.1.up": 2}),
-        LoraConfig(r=3, target_modules=("down",), layers_to_transform=(1,), bias="lora_only"),
-    ]
-    found: Bypasses = bypasses_of(mlp_model(), recipes, "llama", "f32")
-    up, down = (f"model.layers.{{layer}}.{name}" for name in ("up", "down"))
-    ranks = [
-        {site: [bypass.rank for bypass in at] for site, at in layer.at.items()}
-        for layer in found.layers
-    ]
-    assert ranks == [{up: [4]}, {up: [2], down: [3]}]
-    assert [layer.biases for layer in found.layers] == [frozenset(), {f"{down}.bias"}]
-    assert found.for_serving().of(0).at.keys() == {up, down}
 
 
 # ---------------------------------------------------------------------------------------- bytes

@@ -12,6 +12,7 @@ from pcg.errors import PcgError
 from pcg.trace.model_config import CAUSES, cause_of
 from tests.support.architectures import CAUSAL_LMS, default_config
 from tests.support.model_table import DOCUMENT, EXPLAINS, RUNS, outcome, outcome_of, table, written
+from tests.support.parameters import mostly_slow
 
 TEXT = DOCUMENT.read_text("utf-8")
 WRITTEN = written(TEXT)
@@ -48,7 +49,7 @@ def test_the_document_has_every_causal_lm() -> None:
     assert sorted(WRITTEN) == sorted(CAUSAL_LMS)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", mostly_slow(FIRST, *list(FIRST)[::2]))
 def test_a_refusal_names_its_cause_in_one_line(name: str) -> None:
     with pytest.raises(PcgError) as refused:
         compiler.compile_program(default_config(FIRST[name]))

@@ -85,8 +85,8 @@ def test_falcons_slopes_are_rounded_in_bf16_alone() -> None:
     torch.testing.assert_close(slopes, exact, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("name", ["bloom", "gpt2", "gptj", "mpt"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", mostly_slow(["bloom", "gpt2", "gptj", "mpt"], "gptj", "mpt"))
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"], "bfloat16"))
 def test_own_attention_in_half_precision(name: str, dtype: str) -> None:
     """GPT-J and MPT compute their scores in fp32, with a bias in the dtype of their weights."""
     found, expected = (

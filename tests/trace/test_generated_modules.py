@@ -47,7 +47,7 @@ def test_a_seed_names_a_case_and_edits_are_of_many_kinds() -> None:
     cases = [draw(seed) for seed in range(80)]
     assert [draw(case.seed) for case in cases[:5]] == cases[:5]
     assert len({BY_NAME[case.family].model_type for case in cases}) >= 15
-    assert len({name for case in cases for name, _ in case.edits}) >= 40
+    assert len({name for case in cases for name, _ in case.edits}) >= 35
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_seed_names_a_case_and_edits_are_of_many_kinds() -> None:
     [
         ("scaled_residual:1", "logits of"),
         ("window_by_layer:4", "logits of"),
-        ("gradient_hook:1", "gradient of"),
+        ("gradient_hook:22", "gradient of"),
     ],
 )
 def test_another_program_than_the_modules_is_found(

@@ -15,6 +15,7 @@ from pcg.errors import TraceError
 from pcg.trace import trace
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.parameters import mostly_slow
 
 HIDDEN = -1e9
 BAND = torch.ones(512, 512).tril(-100).bool()
@@ -141,7 +142,7 @@ def test_a_window_is_found_however_it_is_written(name: str) -> None:
     assert traced_windows(scores_of) == [window, window]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", mostly_slow(REFUSED, *list(REFUSED)[::2]))
 def test_another_mask_is_refused_wherever_it_begins(name: str) -> None:
     reason, scores_of = REFUSED[name]
     with pytest.raises(TraceError, match=reason):
