@@ -215,7 +215,7 @@ def mixed_contenders(model: Any, executor: Any) -> Calls:
     }
 
 
-@bench.case("serving", rounds=1, adapters=20, requests=4)
+@bench.case("serving", rounds=1, adapters=64, requests=4)
 def serving(rounds: int = 3, adapters: int = 2000, requests: int = 64) -> dict[str, Any]:
     model, many = bench.random_llama(), f"{adapters} adapters"
     recipes = recipes_of("adapter", adapters) | recipes_of("r16", MIXED, (16,))
