@@ -28,6 +28,7 @@ from .options.console import fail
 from .options.fields import with_options
 from .plan import plan_command
 from .profile import profile_command
+from .quantize import quantize_command
 from .run import run_command
 from .runs import compare_command, list_command, report_command
 from .serve import check_command, serve_base_command, serve_command
@@ -207,6 +208,12 @@ _add(
     plan_command,
     "pcg plan llama-3.1-8b --workload train:4x2048 --gpus H100,A100-80,L40S",
     "pcg plan MODEL --workload serve:20req/s --tpot-slo-ms 50 --price H100=2.5,L40S=1.1",
+)
+_add(
+    app,
+    quantize_command,
+    "pcg quantize MODEL --format nf4 -o model-nf4",
+    "pcg quantize MODEL --format fp8_block --max-shard-size 4GB -o model-fp8",
 )
 _add(app, profile_command, "pcg profile --tp 2 -o profile.json")
 _add(app, simulate_command, "pcg simulate flexllm --model Llama-3.1-8B --duration 60")

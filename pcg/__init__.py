@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pcg.peft.prompt import PromptEncoderConfig, PromptTuningConfig
     from pcg.peft.vera import VeraConfig
     from pcg.plan.plan import plan
+    from pcg.quantized_checkpoint import quantize
     from pcg.runtime.admission.backlog import QueueLimits
     from pcg.runtime.admission.limits import Limits
     from pcg.runtime.engine.async_engine import AsyncEngine
@@ -66,6 +67,7 @@ __all__ = [
     "explain",
     "load",
     "plan",
+    "quantize",
     "trace",
 ]
 
@@ -81,6 +83,7 @@ _HOMES = {
     "compile": "pcg.compiler",
     "connect": "pcg.split.client.connect",
     "load": "pcg.compiler",
+    "quantize": "pcg.quantized_checkpoint",
     **{name: f"pcg.peft.{file}" for name, file in METHODS.items()},
 }
 

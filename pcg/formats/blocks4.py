@@ -13,7 +13,9 @@ bit by bit in tests/formats.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class Blocks4(Format):
     """nf4 or fp4, as the code's name; `nests` is True with doubly quantized scales."""
 
     column_block = _BLOCK
+    library = "bitsandbytes"
 
     def __init__(self, code: str, nests: bool) -> None:
         self.name = code if nests else f"{code}_single"
@@ -155,6 +158,41 @@ class Blocks4(Format):
         tensors["nested_scales"] = stored.take("weight.nested_absmax")
         facts_here = _facts(stored.columns, facts["nested_offset"])
         return Parts(tensors, stored.rows, stored.columns, facts_here)
+
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        facts: dict[str, object] = {
+            "quant_type": self._code_name,
+            "blocksize": _BLOCK,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": [parts.rows, parts.columns],
+        }
+        tensors = {
+            "weight": parts["codes"].reshape(-1, 1),
+            "weight.absmax": parts["scales"].flatten(),
+            "weight.quant_map": _code(self._code_name),
+        }
+        if self._nests:
+            facts |= {
+                "nested_blocksize": _NESTED_BLOCK,
+                "nested_dtype": "float32",
+                "nested_offset": parts.facts["offset"],
+            }
+            tensors["weight.nested_absmax"] = parts["nested_scales"]
+            tensors["weight.nested_quant_map"] = _nested_code().clone()
+        state = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        return {**tensors, f"weight.quant_state.bitsandbytes__{self._code_name}": state}
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": self._code_name,
+            "bnb_4bit_use_double_quant": self._nests,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(skipped),
+        }
 
 
 def _facts(columns: int, offset: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -121,9 +121,11 @@ class Format(ABC):
         column_block: columns share numbers in blocks of so many; ranks cut between blocks.
         row_block: the same for rows.
         has_partial_blocks: True if the last block of a row may be smaller.
+        library: the library whose checkpoint layout `write` follows; empty without a layout.
     """
 
     name: str
+    library: str = ""
     column_block: int = 1
     row_block: int = 1
     has_partial_blocks: bool = False
@@ -183,6 +185,23 @@ class Format(ABC):
         """Read a matrix that a checkpoint stores in this format; None if it stores no such."""
         return None
 
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a whole matrix in a checkpoint, by suffix; `read` reads them.
+
+        Args:
+            dtype: of the float matrix.
+        """
+        raise UnsupportedError(f"transformers reads no checkpoint of {self.name}; use another")
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config of a checkpoint with this format.
+
+        Args:
+            dtype: of the model's activations, by torch's name.
+            skipped: linear modules that are stored in floating point.
+        """
+        raise UnsupportedError(f"transformers reads no checkpoint of {self.name}; use another")
+
     def linear(self, parts: Parts, x: Tensor, y: Tensor, start: int, stop: int) -> None:
         """Write x W̃[start:stop]ᵀ into y [T, stop - start], which may have strides."""
         for first, last, tile in self.tiles(parts, start, stop, x):
@@ -238,3 +257,29 @@ def _buffer(elements: int, like: Tensor) -> Tensor:
             known = torch.empty(elements, dtype=like.dtype, device=like.device)
         _BUFFERS.by_kind[kind] = known
     return known[:elements]
+
+
+def compressed_settings(
+    kind: str, weights: Mapping[str, Any], skipped: Sequence[str]
+) -> dict[str, Any]:
+    """Return the quantization_config of compressed-tensors for all linear modules but the skipped.
+
+    Args:
+        kind: the library's name of the layout, such as pack-quantized.
+        weights: its arguments of weights; inputs stay in floating point.
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **weights},
+        "input_activations": None,
+        "output_activations": None,
+        "format": kind,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(skipped),
+        "kv_cache_scheme": None,
+    }

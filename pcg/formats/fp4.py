@@ -9,12 +9,22 @@ weight_packed, weight_scale, and for nvfp4 weight_global_scale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
+from pcg.formats.format import (
+    Format,
+    Layout,
+    Lookup,
+    Parts,
+    Span,
+    StoredMatrix,
+    compressed_settings,
+)
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of codes 0 to 7; codes from 8 are their negatives."""
@@ -25,6 +35,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 class Fp4(Format):
     """mxfp4, or nvfp4."""
+
+    library = "compressed-tensors"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -108,6 +120,21 @@ class Fp4(Format):
         if self._has_global:
             tensors["global_scale"] = stored.take("weight_global_scale").to(torch.float32)
         return Parts(tensors, stored.rows, stored.columns)
+
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = {"weight_packed": parts["codes"], "weight_scale": parts["scales"]}
+        if self._has_global:
+            tensors["weight_global_scale"] = parts["global_scale"]
+        return tensors
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        weights = {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group" if self._has_global else "group",
+            "group_size": self.column_block,
+        }
+        return compressed_settings(f"{self.name}-pack-quantized", weights, skipped)
 
 
 @cache

@@ -10,10 +10,13 @@ by channel or one for the matrix) and transformers' fine-grained fp8 (`weight_sc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix, compressed_settings
 
 _BLOCK = 128
 _MOST = float(torch.finfo(torch.float8_e4m3fn).max)
@@ -24,6 +27,7 @@ class Fp8(Format):
     """fp8 by channel."""
 
     name = "fp8"
+    library = "compressed-tensors"
 
     def tensors(self, rows: int, columns: int) -> Layout:
         return {
@@ -57,11 +61,19 @@ class Fp8(Format):
             {name: t.contiguous() for name, t in tensors.items()}, stored.rows, stored.columns
         )
 
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"weight": parts["codes"], "weight_scale": parts["scales"]}
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        return compressed_settings("float-quantized", weights, skipped)
+
 
 class BlockFp8(Format):
     """fp8 by blocks of 128 x 128; the last block of a dim may be smaller."""
 
     name = "fp8_block"
+    library = "transformers"
     column_block = row_block = _BLOCK
     has_partial_blocks = True
 
@@ -111,3 +123,14 @@ class BlockFp8(Format):
         scales = stored.take("weight_scale_inv").to(torch.float32)
         tensors = {"codes": stored.take("weight"), "scales": scales}
         return Parts(tensors, stored.rows, stored.columns)
+
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"weight": parts["codes"], "weight_scale_inv": parts["scales"]}
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_BLOCK, _BLOCK],
+            "modules_to_not_convert": list(skipped),
+        }

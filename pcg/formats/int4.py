@@ -18,13 +18,22 @@ Checkpoints pack eight codes in an int32, low bits first:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError, WeightsError
-from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
+from pcg.formats.format import (
+    Format,
+    Layout,
+    Lookup,
+    Parts,
+    Span,
+    StoredMatrix,
+    compressed_settings,
+)
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in an int32 of AWQ of each of eight columns."""
@@ -44,6 +53,7 @@ class Int4(Format):
         self.any_order = any_order
         self.name = f"int4_g{group}" if group else "int4_row"
         self.name += "_act" if any_order else ""
+        self.library = "" if any_order else "compressed-tensors"
         self.column_block = 2 if any_order or not group else group
 
     def tensors(self, rows: int, columns: int) -> Layout:
@@ -122,6 +132,23 @@ class Int4(Format):
             tensors["groups"] = order.to(torch.int32)
         return Parts(tensors, stored.rows, stored.columns)
 
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        codes = parts["codes"]
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        return {
+            "weight_packed": _words(codes),
+            "weight_scale": parts["scales"],
+            "weight_zero_point": _words(parts["zeros"].t()).t().contiguous(),
+            "weight_shape": torch.tensor([parts.rows, parts.columns]),
+        }
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": False}
+        strategy: dict[str, Any] = {"strategy": "channel"}
+        if self.group:
+            strategy = {"strategy": "group", "group_size": self.group}
+        return compressed_settings("pack-quantized", {**weights, **strategy}, skipped)
+
     def _packed_integers(
         self, stored: StoredMatrix
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -176,6 +203,14 @@ def _nibbles(packed: Tensor) -> Tensor:
     """Return the eight codes of each int32 of the last dim, low bits first, as uint8."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     return (packed.unsqueeze(-1) >> shifts & 15).to(torch.uint8).flatten(-2)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Return int32 of eight codes each along the last dim, low bits first; zeros at the end."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).to(torch.int64)
+    shifts = torch.arange(0, 32, 4)
+    words: Tensor = (padded.view(*padded.shape[:-1], -1, 8) << shifts).sum(-1)
+    return words.where(words < 1 << 31, words - (1 << 32)).to(torch.int32)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ the product by a packed copy of q. `int8_weight` is the layout of LLM.int8 check
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,6 +35,7 @@ class Int8(Format):
     def __init__(self, name: str, rounds_inputs: bool) -> None:
         self.name = name
         self._rounds_inputs = rounds_inputs
+        self.library = "" if rounds_inputs else "bitsandbytes"
 
     def tensors(self, rows: int, columns: int) -> Layout:
         return {"codes": ((rows, columns), torch.int8), "scales": ((rows,), torch.float32)}
@@ -70,6 +74,23 @@ class Int8(Format):
             {"codes": stored.take("weight"), "scales": scales}, stored.rows, stored.columns
         )
 
+    def write(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {
+            "weight": parts["codes"],
+            "SCB": _multiples_of_127(parts["scales"]),
+            "weight_format": torch.tensor(0, dtype=torch.uint8),  # rows
+        }
+
+    def settings(self, dtype: str, skipped: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": False,
+            "load_in_8bit": True,
+            "llm_int8_threshold": 6.0,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": list(skipped),
+        }
+
     def linear(self, parts: Parts, x: Tensor, y: Tensor, start: int, stop: int) -> None:
         if not self._rounds_inputs or not len(x):
             super().linear(parts, x, y, start, stop)
@@ -97,6 +118,17 @@ class Int8(Format):
             padding = signed.new_zeros(_FEW_TOKENS_OF_CUDA + 1 - tokens, parts.columns)
             signed = torch.cat([signed, padding])
         return torch._int_mm(signed, codes.t())[:tokens].to(torch.float32)
+
+
+def _multiples_of_127(scales: Tensor) -> Tensor:
+    """Return numbers whose 127th parts are the scales, bit by bit."""
+    numbers = scales * 127
+    for direction in (torch.inf, -torch.inf):
+        near = scales * 127
+        for _ in range(2):
+            near = near.nextafter(torch.full_like(near, direction))
+            numbers = numbers.where(numbers / 127 == scales, near)
+    return numbers
 
 
 _FEW_TOKENS_OF_CUDA = 16

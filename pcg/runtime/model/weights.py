@@ -159,9 +159,16 @@ class Weights(ABC):
         format_.check(shape, name)
         settings = self.config.get("quantization_config")
         if not settings:
-            dtype = self._float_dtype(name)
+            dtype = self.float_dtype(name)
             return format_.quantize(self.load(name, shape, dtype, transposed))
-        for candidate in () if transposed else self._names(name):
+        if transposed and format_.library != "bitsandbytes":
+            raise WeightsError(
+                f"{name} belongs to a Conv1D, whose order {self.where} may store as [in, out] in "
+                f"{format_.name}; use a checkpoint of bitsandbytes, or float weights with "
+                "quantization=FORMAT"
+            )
+        # bitsandbytes stores the matrix of a Conv1D as [out, in], like that of a Linear.
+        for candidate in self._names(name):
             module = candidate.removesuffix(".weight")
             parts = format_.read(
                 StoredMatrix(
@@ -186,11 +193,20 @@ class Weights(ABC):
     def _take_part(self, module: str, suffix: str) -> Tensor:
         return self._take(f"{module}.{suffix}")
 
-    def _float_dtype(self, name: str) -> torch.dtype:
+    def float_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a floating-point tensor is stored in."""
         stored_name = self._find(name)
         dtypes = {text: dtype for dtype, text in DTYPE_NAMES.items()}
         stored = None if stored_name is None else self.index[stored_name].dtype
         return dtypes.get(stored or "", torch.float32)
+
+    def stored_name(self, name: str) -> str | None:
+        """Return the checkpoint's name of a tensor of the model; None if it is not stored."""
+        return self._find(name)
+
+    def stored(self, name: str) -> Tensor:
+        """Return a stored tensor in the index, as it is."""
+        return self._take(name)
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))

@@ -1,0 +1,260 @@
+"""`pcg.quantize`: write a float checkpoint in a weight format, in a layout that transformers reads.
+
+    for each stored tensor, in the checkpoint's order:
+        a matrix of the layers' linear modules    write(quantize(W))
+        any other tensor                          as it is
+
+The folder equals quantization on load: `pcg.compile(folder)` has the parts of
+`pcg.compile(model, quantization=format)`. Memory holds a file of the new checkpoint and a matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pcg.compiler import compile_program
+from pcg.errors import UnsupportedError, WeightsError
+from pcg.files import check_writable, expanded, sync, sync_names
+from pcg.formats.format import Format
+from pcg.formats.registry import FORMATS, find_format, stored_format
+from pcg.ir.program.program import Program
+from pcg.keywords import takes
+from pcg.runtime.model.weights import Checkpoint
+from pcg.source import CONFIG, DOWNLOADED, INDEX, WEIGHTS, ModelSource, resolve
+from pcg.units import parse_bytes, size_text
+
+_COPIED = (
+    "additional_chat_templates/*.jinja",
+    *(name for name in DOWNLOADED if "safetensors" not in name and name != CONFIG),
+)
+"""Files of a model beside its weights and its config."""
+
+
+@dataclass(frozen=True)
+class QuantizeArguments:
+    """Arguments of `quantize`.
+
+    Attributes:
+        model: directory or hub id of a float checkpoint.
+        format: the weight format, such as nf4 or fp8_block.
+        output: the folder to write; it must not exist, or be empty.
+        max_shard_size: the largest size of a file, such as 2GB.
+    """
+
+    model: str | os.PathLike[str]
+    format: str
+    output: str | os.PathLike[str]
+    max_shard_size: str = field(default="2GB", kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix to quantize.
+
+    Attributes:
+        name: its name in the model.
+        shape: [out, in].
+        transposed: True if the checkpoint holds [in, out].
+    """
+
+    name: str
+    shape: tuple[int, int]
+    transposed: bool
+
+
+@takes(QuantizeArguments)
+def quantize(arguments: QuantizeArguments) -> Path:
+    """Quantize a float checkpoint tensor by tensor, and return the new folder.
+
+    Raises:
+        UnsupportedError: no layout of the format is known, or a matrix does not fit its blocks.
+        WeightsError: the checkpoint cannot be read, or the folder not be written.
+    """
+    format_ = _format_with_layout(arguments.format)
+    target = _free_folder(arguments.output)
+    limit = parse_bytes(arguments.max_shard_size)
+    if not limit:
+        raise UnsupportedError(
+            f"max_shard_size={arguments.max_shard_size!r}; use a size with a unit, such as 2GB"
+        )
+    source = resolve(arguments.model, weights=True)
+    stored = stored_format(source.config)
+    if stored is not None:
+        raise UnsupportedError(
+            f"{source.name} is already quantized, to {stored.name}; give the float checkpoint"
+        )
+    program = compile_program(arguments.model, None, quantization=format_.name)
+    checkpoint = Checkpoint.open(source, program.base_prefix)
+    matrices = {_stored_name(checkpoint, matrix.name): matrix for matrix in _matrices(program)}
+    _check_layouts(format_, matrices)
+    _check_room(target, checkpoint, format_, matrices)
+    beside = target.parent / f".{target.name}-{secrets.token_hex(4)}"
+    try:
+        beside.mkdir(parents=True)
+        tensors = _tensors(program, checkpoint, format_, matrices)
+        _write_weights(beside, tensors, limit)
+        _write_others(beside, source, _settings(program, format_, matrices))
+        for path in beside.iterdir():
+            if path.is_file():
+                sync(path)
+        beside.rename(target)
+        sync_names(target.parent)
+    except OSError as error:
+        raise WeightsError(
+            f"the quantized model cannot be saved in {target}: {error.strerror or error}; give "
+            "another folder"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        checkpoint.release()
+    return target
+
+
+def _format_with_layout(name: str) -> Format:
+    format_ = find_format(name)
+    if not format_.library:
+        written = ", ".join(known for known, each in FORMATS.items() if each.library)
+        raise UnsupportedError(
+            f"transformers reads no checkpoint of {name}; use one of {written}, or quantize on "
+            f"loading: quantization={name!r} (--quantization {name})"
+        )
+    return format_
+
+
+def _free_folder(output: str | os.PathLike[str]) -> Path:
+    target = expanded(output)
+    check_writable(target, "the quantized model", WeightsError)
+    target = target.resolve()
+    if target.is_dir() and any(target.iterdir()):
+        raise WeightsError(f"{target} is not empty; give a new folder for the quantized model")
+    return target
+
+
+def _matrices(program: Program) -> Iterator[_Matrix]:
+    for parameter, layer in program.base.parameters():
+        if parameter.type.dtype in FORMATS:
+            rows, columns = map(int, parameter.type.features)
+            name = parameter.source.format(layer=layer)
+            yield _Matrix(name, (rows, columns), parameter.transposed)
+
+
+def _stored_name(checkpoint: Checkpoint, name: str) -> str:
+    stored = checkpoint.stored_name(name)
+    if stored is None:
+        raise WeightsError(
+            f"{name} is not among the {len(checkpoint.index)} tensors of {checkpoint.where}; give "
+            "the checkpoint that belongs to its config.json"
+        )
+    return stored
+
+
+def _check_layouts(format_: Format, matrices: Mapping[str, _Matrix]) -> None:
+    """Refuse matrices of GPT-2's Conv1D, which libraries other than bitsandbytes skip."""
+    transposed = next((matrix for matrix in matrices.values() if matrix.transposed), None)
+    if transposed is not None and format_.library != "bitsandbytes":
+        raise UnsupportedError(
+            f"{transposed.name} belongs to a Conv1D, which stores [in, out], and {format_.library} "
+            f"quantizes Linear modules alone; use nf4, fp4 or int8_weight instead of "
+            f"{format_.name}, or quantize on loading"
+        )
+
+
+def _check_room(
+    target: Path, checkpoint: Checkpoint, format_: Format, matrices: Mapping[str, _Matrix]
+) -> None:
+    needed = sum(format_.size_bytes(*matrix.shape) for matrix in matrices.values())
+    for name, info in checkpoint.index.items():
+        if name not in matrices:
+            needed += math.prod(info.shape) * _ITEM_BYTES.get(info.dtype, 4)
+    place = target
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise WeightsError(
+            f"the quantized model takes {size_text(needed)}, and {place} has {size_text(free)} "
+            "free; give a folder on another disk"
+        )
+
+
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "BOOL": 1}
+
+
+def _tensors(
+    program: Program, checkpoint: Checkpoint, format_: Format, matrices: Mapping[str, _Matrix]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the new checkpoint, with the base prefixes that old ones lack."""
+    prefix = f"{program.base_prefix}."
+    known = [parameter.source.format(layer=layer) for parameter, layer in program.base.parameters()]
+    names = {name.removeprefix(prefix): name for name in known}
+    for stored in checkpoint.index:
+        matrix = matrices.get(stored)
+        if matrix is None:
+            yield names.get(stored, stored), checkpoint.stored(stored)
+            continue
+        dtype = checkpoint.float_dtype(matrix.name)
+        weight = checkpoint.load(matrix.name, matrix.shape, dtype, matrix.transposed)
+        module = matrix.name.removesuffix(".weight")
+        for suffix, tensor in format_.write(format_.quantize(weight), dtype).items():
+            yield f"{module}.{suffix}", tensor
+
+
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
+    """Write safetensors files of at most `limit` bytes, or of a single tensor, and their index."""
+    files: list[list[str]] = []
+    batch: dict[str, Tensor] = {}
+    total_bytes = batch_bytes = 0
+
+    def flush() -> None:
+        save_file(batch, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(batch))
+        batch.clear()
+
+    for name, tensor in tensors:
+        if batch and batch_bytes + tensor.nbytes > limit:
+            flush()
+            batch_bytes = 0
+        batch[name] = tensor.contiguous()
+        batch_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "0.part").rename(folder / WEIGHTS)
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"{index}.part").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _settings(program: Program, format_: Format, matrices: Mapping[str, _Matrix]) -> dict[str, Any]:
+    quantized = {matrix.name.removesuffix(".weight") for matrix in matrices.values()}
+    skipped = [path for path in program.base.linear_modules() if path not in quantized]
+    return format_.settings(str(program.options.dtype), skipped)
+
+
+def _write_others(folder: Path, source: ModelSource, settings: Mapping[str, Any]) -> None:
+    config = {**source.config, "quantization_config": settings}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if source.directory is None:
+        return
+    for pattern in _COPIED:
+        for path in source.directory.glob(pattern):
+            if path.is_file():
+                place = folder / path.relative_to(source.directory)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, place)

@@ -1,0 +1,184 @@
+"""Checkpoints in weight formats: written by pcg, and read by transformers and by pcg."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import pcg
+from pcg.errors import PcgError, UnsupportedError, WeightsError
+from pcg.formats.registry import FORMATS
+from tests.formats.test_formats import dequantized, matrix, stored_matrix
+from tests.support import oracle
+from tests.support.command_line import assert_one_error, output_of, run
+from tests.support.families import BY_NAME
+
+WRITTEN = [name for name, format_ in FORMATS.items() if format_.library]
+NOT_WRITTEN = [name for name in FORMATS if name not in WRITTEN]
+IDS = list(range(3, 60))
+
+
+def model_of(family: str) -> Any:
+    config = BY_NAME[family].config(2)
+    sizes = {"gpt2": {"n_embd": 128, "n_inner": 256}}
+    other = {"hidden_size": 128, "intermediate_size": 384}
+    return oracle.random_model({**config, **sizes.get(family, other)})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = model_of("llama-biases")
+    directory = tmp_path_factory.mktemp("float")
+    oracle.save_model(model, directory)
+    return model, directory
+
+
+def loaded_by_transformers(directory: Path) -> Any:
+    """A checkpoint that transformers runs on CPUs; compressed-tensors dequantizes on loading."""
+    import transformers
+
+    settings = json.loads((directory / "config.json").read_text())["quantization_config"]
+    is_compressed = settings["quant_method"] == "compressed-tensors"
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, **(options if is_compressed else {})
+        )
+    for module in model.modules():
+        # In evaluation, bitsandbytes multiplies in fewer bits.
+        module.train(type(module).__module__.startswith("bitsandbytes."))
+    return model
+
+
+def error_of(executor: Any, model: Any) -> float:
+    return oracle.relative_error(executor.logits([IDS])[0], oracle.logits(model, IDS))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(rows=st.integers(1, 300), blocks=st.integers(1, 6), scale=st.floats(1e-3, 1e3))
+def test_written_parts_are_read_as_they_were(
+    name: str, rows: int, blocks: int, scale: float
+) -> None:
+    format_, columns = FORMATS[name], 128 * blocks
+    parts = format_.quantize(scale * matrix(rows, columns, seed=rows))
+    written = format_.write(parts, torch.float32)
+    settings = format_.settings("float32", [])
+    read = format_.read(stored_matrix(written, rows, columns, **settings))
+    assert read is not None
+    assert (read.rows, read.columns, read.facts) == (rows, columns, parts.facts)
+    assert read.tensors.keys() == parts.tensors.keys()
+    for part, tensor in parts.tensors.items():
+        assert read[part].dtype is tensor.dtype
+        assert torch.equal(read[part].view(torch.uint8), tensor.view(torch.uint8))
+
+
+IN_SHORT = ("nf4", "int8_weight", "int4_g64", "fp8", "fp8_block", "mxfp4", "nvfp4")
+"""Formats of each file, whose others run in the slow run alone."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_SHORT else pytest.mark.slow) for n in WRITTEN]
+)
+def test_written_checkpoints_run_in_transformers_and_as_quantization_on_load(
+    base: tuple[Any, Path], name: str, tmp_path: Path
+) -> None:
+    model, directory = base
+    folder = pcg.quantize(directory, name, tmp_path / "quantized")
+    executor = pcg.compile(folder)
+    loaded = pcg.compile(directory, quantization=name)
+    assert torch.equal(executor.logits([IDS])[0], loaded.logits([IDS])[0])
+    if name in ("fp8_block", "nvfp4"):
+        # transformers multiplies fp8 on GPUs alone, and rounds the scales of nvfp4 to bf16.
+        assert error_of(executor, dequantized(model, name)) < 1e-5
+    if name != "fp8_block":
+        error = error_of(executor, loaded_by_transformers(folder))
+        assert error < (0.02 if name == "nvfp4" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8_weight"])
+def test_gpt2_has_the_layout_of_bitsandbytes(name: str, tmp_path: Path) -> None:
+    oracle.save_model(model_of("gpt2"), tmp_path / "float")
+    folder = pcg.quantize(tmp_path / "float", name, tmp_path / "quantized")
+    assert error_of(pcg.compile(folder), loaded_by_transformers(folder)) < 1e-5
+
+
+def test_a_model_is_written_in_several_files_with_its_tokenizer(
+    base: tuple[Any, Path], tmp_path: Path
+) -> None:
+    _, directory = base
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        if not (directory / name).exists():
+            (directory / name).write_text("{}")
+    (tmp_path / "quantized").mkdir()
+    printed = output_of(
+        "quantize", directory, "--format", "nf4", "-o", tmp_path / "quantized",
+        "--max-shard-size", "100KiB", "--json",
+    )  # fmt: skip
+    report = json.loads(printed)
+    folder = Path(report["output"])
+    assert len(report["files"]) > 2
+    assert max(report["files"].values()) < 150_000
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file, size_bytes in report["files"].items():
+        assert (folder / file).stat().st_size == size_bytes
+        with safe_open(folder / file, framework="pt") as opened:
+            assert set(opened.keys()) == {
+                name for name, place in index["weight_map"].items() if place == file
+            }
+    assert (folder / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    assert (folder / "generation_config.json").exists()
+    loaded_by_transformers(folder)
+    for path in folder.iterdir():
+        assert path.suffix != ".part"
+
+
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_formats_without_a_layout_are_refused(
+    base: tuple[Any, Path], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"reads no checkpoint of {name}; use one of nf4"):
+        pcg.quantize(base[1], name, tmp_path / "quantized")
+    assert not any(tmp_path.iterdir())
+
+
+def test_refusals_come_before_work(base: tuple[Any, Path], tmp_path: Path) -> None:
+    _, directory = base
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    result = run("quantize", directory, "--format", "nf4", "-o", full)
+    assert_one_error(result, "is not empty; give a new folder")
+    (tmp_path / "file").write_text("")
+    for arguments, fix in (
+        ({"output": tmp_path / "file"}, "is a file; give another directory"),
+        ({"format": "nf5"}, "use one of nf4"),
+        ({"max_shard_size": "many"}, "use a size with a unit"),
+        ({"model": tmp_path / "none"}, "give a directory with a config.json"),
+        ({"model": tmp_path}, "config.json"),
+    ):
+        given_all: dict[str, Any] = {
+            "model": directory, "format": "nf4", "output": tmp_path / "new", **arguments,
+        }  # fmt: skip
+        with pytest.raises(PcgError, match=fix):
+            pcg.quantize(**given_all)
+        assert not (tmp_path / "new").exists()
+    folder = pcg.quantize(directory, "nf4", tmp_path / "new")
+    with pytest.raises(UnsupportedError, match="already quantized, to nf4; give the float"):
+        pcg.quantize(folder, "fp8", tmp_path / "again")
+    with pytest.raises(WeightsError, match="is not empty"):
+        pcg.quantize(directory, "nf4", folder)
+
+
+def test_a_conv1d_is_refused_by_libraries_that_skip_it(tmp_path: Path) -> None:
+    oracle.save_model(model_of("gpt2"), tmp_path / "float")
+    with pytest.raises(UnsupportedError, match=r"Conv1D.*use nf4, fp4 or int8_weight"):
+        pcg.quantize(tmp_path / "float", "fp8", tmp_path / "quantized")
