@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,16 +22,8 @@ settings.register_profile("pcg", deadline=None, derandomize=True, max_examples=5
 settings.load_profile("pcg")
 
 
-LONG = frozenset((Path(__file__).parent / "long_tests.txt").read_text().splitlines())
-"""Tests that take long and have shorter ones beside them, such as further cases of one test."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves slow ones out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark long tests as slow, and skip what is marked `gpu` where there is none."""
-    for item in items:
-        if item.nodeid in LONG:
-            item.add_marker(pytest.mark.slow)
+    """Skip the tests that are marked `gpu` where there is no GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -199,6 +199,7 @@ def test_the_reference_names_every_public_name() -> None:
     assert all(_exists(name) for name in named)
 
 
+@pytest.mark.slow
 def test_recipes_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,8 +334,15 @@ def test_commands_in_documents_have_their_options(document: Path) -> None:
 TRANSCRIPT = re.compile(
     r"^```\n\$ (pcg (?:explain|plan) [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
+LONG = ("--gpu A100-40", "Llama-3.1-70B", "--split")
+"""Words of commands that take long."""
 TRANSCRIPTS = [
-    pytest.param(command, output, id=f"{_id(document)}: {command}")
+    pytest.param(
+        command,
+        output,
+        id=f"{_id(document)}: {command}",
+        marks=pytest.mark.slow if any(word in command for word in LONG) else (),
+    )
     for document in DOCUMENTS
     for command, output in TRANSCRIPT.findall(document.read_text(encoding="utf-8"))
 ]

@@ -84,16 +84,3 @@ def test_a_docstring_begins_with_what_it_describes() -> None:
         if text.split()[0] in WITHOUT_A_NOUN
     ]
     assert found == []
-
-
-def test_long_tests_are_tests_that_there_are() -> None:
-    """Names of functions alone, as what cases there are is known once all files are imported."""
-    listed = (ROOT / "tests/long_tests.txt").read_text().splitlines()
-    assert listed == sorted(set(listed))
-    names = {tuple(line.partition("[")[0].split("::")) for line in listed}
-    missing = [
-        f"{file}::{name}"
-        for file, name in sorted(names)
-        if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text()
-    ]
-    assert missing == []
