@@ -2,25 +2,13 @@
 
 A decode step reads the weights of all its adapters once. PyTorch's batched products read them at
 about half of the memory's bandwidth, and the kernel in `sgmv.cpp` at all of it.
-
-The kernel is compiled once for each user and kind of machine, into the user's cache. A library's
-file name has the digest of all that it depends on: its source, the flags, the compiler, and the
-processor's features. It is compiled under another name and renamed, so that processes that start
-together never load a part of it. The folder is the user's, and nobody else may write there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,120 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.files import cache_folder
 from pcg.kernels.batch import JoinedLora, Segments, once
-
-_COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi")
-_THREADS = ("-fopenmp",)
-"""The compiler gets this flag, and the linker does not: OpenMP is the one that torch has loaded, so
-that there is one pool of threads."""
-_TIMEOUT_S = 120.0
-
-
-def load(source: Path) -> ctypes.CDLL:
-    """Load the library of a C++ file, which is compiled if the cache does not have it.
-
-    Without OpenMP in this process it is compiled for a single thread.
-
-    Raises:
-        UnsupportedError: there is no compiler, it fails, or others can write to the cache.
-    """
-    compiler = _compiler()
-    folder = _own_folder()
-    try:
-        return _library(source, folder, compiler, (*_FLAGS, *_THREADS))
-    except UnsupportedError:
-        return _library(source, folder, compiler, _FLAGS)
-
-
-def _compiler() -> Path:
-    """The compiler of the variable CXX, or the system's; an empty CXX means no compiler."""
-    named = os.environ.get("CXX")
-    names = _COMPILERS if named is None else (named,)
-    path = next((path for name in names if name and (path := shutil.which(name))), None)
-    if path is None:
-        raise UnsupportedError(
-            f"there is no C++ compiler {' or '.join(names) or '(CXX is empty)'}; install g++, or "
-            "have CXX name one"
-        )
-    return Path(path).resolve()
-
-
-def _own_folder() -> Path:
-    folder = Path("~/.cache")
-    try:
-        folder = cache_folder("kernels")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()
-        status = folder.stat()
-        # Anyone can replace the content of a folder that others may write without a sticky bit.
-        modes = ((path, path.stat().st_mode) for path in folder.parents)
-        above = [path for path, m in modes if m & stat.S_IWOTH and not m & stat.S_ISVTX]
-    except (OSError, RuntimeError) as error:
-        raise UnsupportedError(
-            f"{folder} cannot be made: {error}; have XDG_CACHE_HOME name a folder of your own"
-        ) from error
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or above:
-        place = above[0] if above else folder
-        raise UnsupportedError(
-            f"others can write in {place}, and code is not run from there; have XDG_CACHE_HOME "
-            "name a folder of your own"
-        )
-    return folder
-
-
-def _library(source: Path, folder: Path, compiler: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    path = folder / f"{source.stem}-{_digest(source, compiler, flags)}.so"
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # damaged, or of a system that is no more
-            path.unlink(missing_ok=True)
-    _compile(source, path, compiler, flags)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise UnsupportedError(f"{path} cannot be loaded: {error}") from error
-
-
-def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
-    version = compiler.stat()
-    known = (flags, str(compiler), version.st_size, version.st_mtime_ns, platform.machine())
-    content = repr((*known, _processor())).encode() + source.read_bytes()
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-
-
-def _compile(source: Path, path: Path, compiler: Path, flags: tuple[str, ...]) -> None:
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as place:
-            binary, library = Path(place, "kernel.o"), Path(place, path.name)
-            _run(str(compiler), *flags, "-c", str(source), "-o", str(binary))
-            _run(str(compiler), "-shared", str(binary), "-o", str(library))
-            library.chmod(0o700)
-            library.replace(path)
-    except OSError as error:
-        raise UnsupportedError(f"{path} cannot be written: {error}") from error
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise UnsupportedError(f"{command[0]} took more than {_TIMEOUT_S:g} s") from error
-    except subprocess.CalledProcessError as error:
-        lines = str(error.stderr).strip().splitlines()
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "")
-        raise UnsupportedError(f"{command[0]} fails: {said[:300]}") from error
-
+from pcg.native_library import load
 
 FEW_TOKENS = 64
 """The most tokens of one adapter that the kernel takes: for 1 to 48 of them it needs 0.4 to 0.85 of

@@ -11,7 +11,7 @@ import pytest
 
 from pcg.errors import UnsupportedError
 from pcg.kernels import sgmv
-from pcg.kernels.sgmv import _compiler, load
+from pcg.native_library import _compiler, load
 
 SOURCE = """extern "C" int answer(int threads) {
   int sum = 0;
@@ -63,7 +63,7 @@ def test_a_damaged_library_is_compiled_again(source: Path) -> None:
     first.unlink()
     first.write_bytes(b"\x7fELF, and no more")
     code = (
-        "import sys, pathlib; import torch; from pcg.kernels.sgmv import load\n"
+        "import sys, pathlib; import torch; from pcg.native_library import load\n"
         "print(load(pathlib.Path(sys.argv[1])).answer(1))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True)
