@@ -6,6 +6,9 @@ a faster product, both products dequantize a tile of rows into one reused buffer
 
     y  = x W̃ᵀ          y[:, a:b] = x W̃[a:b]ᵀ
     dx = dy W̃          dx = Σ dy[:, a:b] W̃[a:b]
+
+On CPUs the native kernel (`native.py`) dequantizes and multiplies; PyTorch's operators here define
+its results.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import ParallelError, UnsupportedError
+from pcg.formats import native
 
 TILE_ELEMENTS = 1 << 21
 """Weights of a tile: 8 MiB in fp32, which a core's L2 and a share of its L3 hold."""
@@ -38,12 +42,14 @@ class Parts:
     Attributes:
         tensors: by the names of `Format.tensors`.
         facts: numbers of the format that are not tensors.
+        known: what a format has derived from them.
     """
 
     tensors: Mapping[str, Tensor]
     rows: int
     columns: int
     facts: Mapping[str, float] = field(default_factory=dict)
+    known: dict[str, native.Matrix | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -51,6 +57,10 @@ class Parts:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
 
     def to(self, device: torch.device) -> Parts:
         """Return the parts on a device."""
@@ -60,7 +70,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A matrix of 4-bit codes by tables, as kernels of GPUs read it.
+    """A matrix of 4-bit codes by tables, as kernels read it.
 
         w̃ = values[q] · s, or (q - z) · s without values
         s = scales[row, block], or scale_values[scales[row, block]] · nested[number // 256] + offset
@@ -167,7 +177,26 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
-        """Write the rows from `start` to `stop` into `out`, in its dtype."""
+        """Write the rows from `start` to `stop` into `out`, in its dtype, by PyTorch."""
+
+    def described(self, parts: Parts) -> native.Matrix | None:
+        """Describe a matrix to the native kernel; None if it has no code for the format."""
+        lookup = self.lookup(parts)
+        return None if lookup is None else _described(lookup)
+
+    def matrix(self, parts: Parts) -> native.Matrix | None:
+        """Return the description of a matrix; None where PyTorch multiplies and dequantizes."""
+        if "matrix" not in parts.known:
+            matrix = self.described(parts) if native.is_native(parts.device) else None
+            is_read = matrix is not None and matrix.is_contiguous
+            parts.known["matrix"] = matrix if is_read else None
+        return parts.known["matrix"]
+
+    def write_rows(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        """Dequantize rows into `out`, by the native kernel where it can."""
+        matrix = self.matrix(parts)
+        if matrix is None or not matrix.dequantize(start, stop, out):
+            self.dequantize(parts, start, stop, out)
 
     @abstractmethod
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
@@ -229,15 +258,41 @@ class Format(ABC):
         for first in range(start, stop, rows):
             last = min(first + rows, stop)
             tile = buffer[: (last - first) * columns].view(last - first, columns)
-            self.dequantize(parts, first, last, tile)
+            self.write_rows(parts, first, last, tile)
             yield first, last, tile
 
     def whole(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Return the dequantized matrix in memory of its own."""
-        device = next(iter(parts.tensors.values())).device
-        out = torch.empty(parts.rows, parts.columns, dtype=dtype, device=device)
-        self.dequantize(parts, 0, parts.rows, out)
+        out = torch.empty(parts.rows, parts.columns, dtype=dtype, device=parts.device)
+        self.write_rows(parts, 0, parts.rows, out)
         return out
+
+
+_INTEGERS = {torch.float16: native.Kind.INT4_HALF, torch.bfloat16: native.Kind.INT4_BF16}
+"""By the dtype of scales, in which `Int4` multiplies."""
+
+
+def _described(lookup: Lookup) -> native.Matrix | None:
+    if lookup.values is None:
+        kind = _INTEGERS.get(lookup.scales.dtype)
+    else:
+        kind = native.Kind.HIGH_FIRST if lookup.is_high_first else native.Kind.LOW_FIRST
+    if kind is None:
+        return None
+    return native.Matrix(
+        kind,
+        lookup.codes,
+        2 * lookup.codes.shape[1],
+        scales=lookup.scales,
+        group=lookup.block,
+        zeros=lookup.zeros,
+        values=lookup.values,
+        scale_values=lookup.scale_values,
+        nested=lookup.nested,
+        first=lookup.first,
+        row_blocks=lookup.row_blocks,
+        offset=lookup.offset,
+    )
 
 
 class _Buffers(threading.local):

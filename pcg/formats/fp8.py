@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.formats import native
 from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix, compressed_settings
 
 _BLOCK = 128
@@ -44,6 +45,12 @@ class Fp8(Format):
     def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         wide = parts["codes"][start:stop].to(torch.float32)
         out.copy_(wide.mul_(parts["scales"][start:stop]))
+
+    def described(self, parts: Parts) -> native.Matrix:
+        return native.Matrix(
+            native.Kind.FP8, parts["codes"], parts.columns, scales=parts["scales"],
+            group=parts.columns,
+        )  # fmt: skip
 
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         tensors = {
@@ -101,6 +108,12 @@ class BlockFp8(Format):
         spread = self._spread(scales, stop - first * _BLOCK, parts.columns)
         wide = parts["codes"][start:stop].to(torch.float32)
         out.copy_(wide.mul_(spread[start - first * _BLOCK :]))
+
+    def described(self, parts: Parts) -> native.Matrix:
+        return native.Matrix(
+            native.Kind.FP8, parts["codes"], parts.columns, scales=parts["scales"],
+            group=_BLOCK, group_rows=_BLOCK,
+        )  # fmt: skip
 
     @staticmethod
     def _spread(scales: Tensor, rows: int, columns: int) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.formats import native
 from pcg.formats.format import Format, Layout, Parts, Span
 
 _K = 256
@@ -62,6 +63,9 @@ class Gguf(Format):
     def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         blocks = parts["blocks"][start:stop].reshape(-1, self.block_bytes)
         out.view(-1, self.column_block).copy_(self._unpack(blocks))
+
+    def described(self, parts: Parts) -> native.Matrix:
+        return native.Matrix(native.Kind[self.name.upper()], parts["blocks"], parts.columns)
 
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         first, last = (

@@ -5,9 +5,9 @@
     int8_weight y = x · (q ⊙ s)ᵀ
 
 The sum of `int8` is an integer, so that a token has the same bits in any batch. Both have
-dx = dy (q ⊙ s), in floating point: the gradient passes x's rounding unchanged. On CPUs oneDNN runs
-the product by a packed copy of q. `int8_weight` is the layout of LLM.int8 checkpoints
-(bitsandbytes), without its outlier columns.
+dx = dy (q ⊙ s), in floating point: the gradient passes x's rounding unchanged. On CPUs without the
+native kernel oneDNN runs the product by a packed copy of q. `int8_weight` is the layout of LLM.int8
+checkpoints (bitsandbytes), without its outlier columns.
 
     8 + 32/in bits a weight
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.formats import native
 from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -53,6 +54,15 @@ class Int8(Format):
         else:
             out.copy_(codes * scales.unsqueeze(-1))
 
+    def described(self, parts: Parts) -> native.Matrix:
+        codes, scales, sums = parts["codes"], parts["scales"], parts.tensors.get("sums")
+        if self._rounds_inputs:
+            can = sums is not None and native.multiplies_integers()
+            return native.Matrix(
+                native.Kind.INT8, codes, parts.columns, multiplies=can, scales=scales, sums=sums
+            )
+        return native.Matrix(native.Kind.INT8_WEIGHT, codes, parts.columns, scales=scales)
+
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         tensors = {
             "codes": parts["codes"][slice(*rows), slice(*columns)].contiguous(),
@@ -63,6 +73,9 @@ class Int8(Format):
     def packed(self, parts: Parts) -> Parts:
         if not self._rounds_inputs or parts["codes"].device.type != "cpu":
             return parts
+        if native.multiplies_integers():
+            sums = parts["codes"].sum(1, dtype=torch.int32)
+            return Parts({**parts.tensors, "sums": sums}, parts.rows, parts.columns)
         packed = torch.ops.onednn.qlinear_prepack(parts["codes"], None)
         return Parts({**parts.tensors, "packed": packed}, parts.rows, parts.columns)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pcg.formats import native
 from pcg.formats.format import Format, Lookup, Parts
 from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of
 
@@ -56,6 +57,11 @@ class Block:
         else:
             self.format.input_gradient(self.parts, dy, dx, 0, self.parts.rows)
 
+    @property
+    def matrix(self) -> native.Matrix | None:
+        """The matrix as the native kernel multiplies by it; None where another product does."""
+        return self.format.matrix(self.parts) if self.products is None else None
+
     @cached_property
     def _lookup(self) -> Lookup | None:
         return self.format.lookup(self.parts)
@@ -66,21 +72,34 @@ class QuantizedWeight(StandIn):
     """A quantized weight [out, in], or several below each other."""
 
     blocks: tuple[Block, ...]
+    _groups: dict[tuple[QuantizedWeight, ...], QuantizedWeight] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def size_bytes(self) -> int:
         return sum(block.parts.size_bytes for block in self.blocks)
 
+    @cached_property
+    def _matrices(self) -> native.Matrices | None:
+        return native.joined([block.matrix for block in self.blocks])
+
     def linear(self, x: Tensor, others: Sequence[QuantizedWeight]) -> Tensor:
         weight = self.joined(others) if others else self
         y = x.new_empty(len(x), sum(block.parts.rows for block in weight.blocks))
-        for block, (start, stop) in weight._spans():
-            block.linear(x, y[:, start:stop])
+        matrices = weight._matrices
+        if matrices is None or not matrices.multiply(x, y):
+            for block, (start, stop) in weight._spans():
+                block.linear(x, y[:, start:stop])
         return y
 
     def joined(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        blocks = [block for weight in (self, *others) for block in weight.blocks]
-        return QuantizedWeight(tuple(blocks))
+        key = tuple(others)
+        group = self._groups.get(key)
+        if group is None:
+            blocks = [block for weight in (self, *others) for block in weight.blocks]
+            group = self._groups[key] = QuantizedWeight(tuple(blocks))
+        return group
 
     def input_gradient(self, dy: Tensor) -> Tensor:
         # A sum over tiles, which half precision would round after each.

@@ -1,0 +1,198 @@
+"""Products by stored matrices, and their dequantization, by the native kernel in `native.cpp`.
+
+    y = x W̃ᵀ       W̃ is read once, in the form in which it is stored
+
+PyTorch dequantizes a tile and then multiplies by it; the kernel decodes a few rows of W̃ into the
+cache and multiplies all tokens by them. Dequantized weights and products of int8 are those of
+PyTorch to the bit; float products agree to rounding in fp32. A token's outputs do not depend on the
+other tokens of a call.
+
+The kernel needs a C++ compiler and AVX-512; without them PyTorch runs everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pcg.errors import UnsupportedError
+from pcg.native_library import load
+
+_LOG = logging.getLogger("pcg.kernels")
+_SOURCE = Path(__file__).with_name("native.cpp")
+_INT, _ADDRESS, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Kind(IntEnum):
+    """The layouts that the kernel decodes, as in `native.cpp`."""
+
+    PLAIN = 0
+    INT8 = 1
+    INT8_WEIGHT = 2
+    HIGH_FIRST = 3
+    LOW_FIRST = 4
+    INT4_HALF = 5
+    INT4_BF16 = 6
+    FP8 = 7
+    Q8_0 = 8
+    Q4_0 = 9
+    Q4_1 = 10
+    Q4_K = 11
+    Q6_K = 12
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the library; None where it cannot be compiled, which is logged once."""
+    try:
+        library = load(_SOURCE, "-ffp-contract=off")
+    except UnsupportedError as error:
+        _LOG.warning(
+            "products by quantized weights run by PyTorch, slower and as right, as the native "
+            "kernel cannot be compiled: %s",
+            error,
+        )
+        return None
+    library.pcg_multiply.argtypes = (
+        _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG, _FLAG,
+    )  # fmt: skip
+    library.pcg_dequantize.argtypes = (_ADDRESS, _INT, _INT, _ADDRESS, _FLAG, _FLAG)
+    library.pcg_multiply.restype = library.pcg_dequantize.restype = None
+    return library
+
+
+def is_native(device: torch.device) -> bool:
+    """Return whether the kernel reads matrices on a device."""
+    return device.type == "cpu" and _library() is not None
+
+
+def multiplies_integers() -> bool:
+    """Return whether the kernel multiplies int8 by int8, for which the processor needs VNNI."""
+    return is_native(torch.device("cpu")) and bool(_library().pcg_has_vnni())
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A stored matrix, as the kernel reads it.
+
+    Attributes:
+        kind: the layout.
+        codes: [rows, …].
+        columns: of the matrix.
+        multiplies: False if the kernel only dequantizes it.
+        scales: [rows / group_rows, groups].
+        group: columns that share a scale.
+        group_rows: rows that share it.
+        zeros: of 4-bit integers, as scales.
+        values: of the 16 codes, fp32.
+        scale_values: of the 256 codes of scales, fp32.
+        nested: scales of the scales, of 256 each by their number in the whole matrix.
+        first: the number of this matrix's first scale.
+        row_blocks: scales of a row of the whole matrix.
+        offset: is added to scales.
+        sums: of the codes of each row, int32.
+    """
+
+    kind: Kind
+    codes: Tensor
+    columns: int
+    _: KW_ONLY
+    multiplies: bool = True
+    scales: Tensor | None = None
+    group: int = 1
+    group_rows: int = 1
+    zeros: Tensor | None = None
+    values: Tensor | None = None
+    scale_values: Tensor | None = None
+    nested: Tensor | None = None
+    first: int = 0
+    row_blocks: int = 0
+    offset: float = 0.0
+    sums: Tensor | None = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if every tensor lies in memory as the kernel reads it."""
+        fields = vars(self).values()
+        return all(value.is_contiguous() for value in fields if isinstance(value, Tensor))
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """The fields of the kernel's struct."""
+        scales = self.scales
+        groups = scales.shape[-1] if scales is not None and scales.dim() == 2 else 1
+        return np.array(
+            [
+                self.kind,
+                len(self.codes),
+                self.columns,
+                _address(self.codes),
+                self.codes.shape[1] * self.codes.itemsize,
+                _address(scales),
+                groups,
+                self.group,
+                self.group_rows,
+                _address(self.zeros),
+                _address(self.values),
+                _address(self.scale_values),
+                _address(self.nested),
+                self.first,
+                self.row_blocks,
+                int(np.float32(self.offset).view(np.int32)),
+                _address(self.sums),
+            ],
+            dtype=np.int64,
+        )
+
+    def dequantize(self, start: int, stop: int, out: Tensor) -> bool:
+        """Write rows into `out`, in its dtype; return False if the kernel does not write it."""
+        if out.dtype not in _DTYPES or not out.is_contiguous():
+            return False
+        _library().pcg_dequantize(
+            self.numbers.ctypes.data, start, stop, out.data_ptr(),
+            out.dtype is torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+        return True
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class Matrices:
+    """Matrices of the same columns below each other, by which the kernel multiplies."""
+
+    def __init__(self, every: Sequence[Matrix]) -> None:
+        self._every = every
+        self._numbers = np.concatenate([matrix.numbers for matrix in every])
+        self._address = self._numbers.ctypes.data
+
+    def multiply(self, x: Tensor, y: Tensor) -> bool:
+        """Write x W̃ᵀ into y [tokens, rows]; return False if the kernel does not read x."""
+        is_read = type(x) is Tensor and x.dtype in _DTYPES and x.dtype is y.dtype
+        if not is_read or not (x.stride(1) == y.stride(1) == 1):
+            return False
+        _library().pcg_multiply(
+            self._address, len(self._every), x.data_ptr(), x.stride(0), len(x),
+            y.data_ptr(), y.stride(0), x.dtype is torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+        return True
+
+
+def joined(every: Sequence[Matrix | None]) -> Matrices | None:
+    """Return matrices below each other; None unless the kernel multiplies by all."""
+    known = [matrix for matrix in every if matrix is not None and matrix.multiplies]
+    return Matrices(known) if len(known) == len(every) else None

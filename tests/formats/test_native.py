@@ -1,0 +1,201 @@
+"""The native kernel against PyTorch's operators, which the formats' own libraries are tested by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pcg.formats import native
+from pcg.formats.format import Parts
+from pcg.formats.registry import FORMATS
+from pcg.kernels.torch.quantized import Block, QuantizedWeight
+
+CPU = torch.device("cpu")
+NAMES = [*FORMATS, "int4_g96"]
+DTYPES = (torch.float32, torch.bfloat16)
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Of a product, relative to its largest output: of another order of sums, and of rounding."""
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CXX", "")
+    native._library.cache_clear()
+    yield
+    native._library.cache_clear()
+
+
+needs_kernel = pytest.mark.skipif(
+    not native.is_native(CPU), reason="there is no C++ compiler, or no AVX-512"
+)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(name: str, rows: int, columns: int, seed: int = 0) -> Parts:
+    """A random matrix; of a format that pcg only reads, random blocks with scales near 0.01."""
+    format_ = FORMATS[name]
+    if name not in ("q4_k", "q6_k"):
+        return format_.packed(format_.quantize(0.05 * drawn(rows, columns, seed=seed)))
+    (shape, dtype) = format_.tensors(rows, columns)["blocks"]
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, shape, dtype=dtype, generator=generator).view(
+        rows, columns // 256, -1
+    )
+    halves = (0.01 * drawn(rows, columns // 256, 2, seed=seed)).half().view(torch.uint8)
+    place = slice(0, 4) if name == "q4_k" else slice(208, 210)
+    blocks[..., place] = halves[..., : place.stop - place.start]
+    return Parts({"blocks": blocks.view(rows, -1)}, rows, columns)
+
+
+def columns_of(name: str, blocks: int, tail: int) -> int:
+    """Columns that the format stores, with a part of a block where it has such."""
+    format_ = FORMATS[name]
+    size = format_.column_block
+    return blocks * size + (tail % size if format_.has_partial_blocks or size == 1 else 0)
+
+
+sizes = st.tuples(
+    st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 5), st.integers(1, 127),
+    st.sampled_from(DTYPES), st.integers(0, 5),
+)  # fmt: skip
+
+
+@needs_kernel
+@given(sizes)
+def test_dequantized_rows_are_those_of_pytorch(
+    size: tuple[str, int, int, int, torch.dtype, int],
+) -> None:
+    name, rows, blocks, tail, dtype, seed = size
+    columns = columns_of(name, blocks, tail)
+    parts, format_ = matrix(name, rows, columns, seed), FORMATS[name]
+    start = seed % rows
+    expected = torch.empty(rows - start, columns, dtype=dtype)
+    format_.dequantize(parts, start, rows, expected)
+    found = torch.full_like(expected, torch.nan)
+    format_.write_rows(parts, start, rows, found)
+    assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
+    assert format_.matrix(parts) is not None or name.endswith("_act")
+
+
+@needs_kernel
+@given(sizes, st.integers(1, 9), st.integers(0, 3))
+def test_products_are_those_of_pytorch(
+    size: tuple[str, int, int, int, torch.dtype, int], tokens: int, padding: int
+) -> None:
+    name, rows, blocks, tail, dtype, seed = size
+    columns = columns_of(name, blocks, tail)
+    parts, format_ = matrix(name, rows, columns, seed), FORMATS[name]
+    matrices = native.joined([format_.matrix(parts)])
+    assume(matrices is not None)
+    assert matrices is not None
+    x = drawn(tokens, columns + padding, seed=seed).to(dtype)[:, :columns]
+    expected = torch.empty(tokens, rows, dtype=dtype)
+    format_.linear(parts, x, expected, 0, rows)
+    y = torch.full((tokens, rows + padding), torch.nan, dtype=dtype)
+    assert matrices.multiply(x, y[:, :rows])
+    assert y[:, rows:].isnan().all()
+    if name == "int8":
+        assert torch.equal(y[:, :rows], expected)
+    torch.testing.assert_close(
+        y[:, :rows], expected, rtol=0, atol=ERROR[dtype] * max(1.0, float(expected.abs().max()))
+    )
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    columns = columns_of(name, 3, 37) * (1 if FORMATS[name].column_block > 64 else 5)
+    parts = matrix(name, 70, columns)
+    matrices = native.joined([FORMATS[name].matrix(parts)])
+    if matrices is None:
+        pytest.skip("PyTorch multiplies by it")
+    x = drawn(67, columns).to(dtype)
+    whole = torch.empty(67, 70, dtype=dtype)
+    assert matrices.multiply(x, whole)
+    for start, stop in ((0, 1), (3, 5), (10, 13), (20, 40), (66, 67)):
+        part = torch.empty(stop - start, 70, dtype=dtype)
+        assert matrices.multiply(x[start:stop], part)
+        assert torch.equal(part, whole[start:stop])
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_threads_change_no_bit(name: str) -> None:
+    matrices = native.joined([FORMATS[name].matrix(matrix(name, 37, 256))])
+    assert matrices is not None
+    x, threads = drawn(9, 256), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(torch.empty(9, 37))
+            assert matrices.multiply(x, results[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+@needs_kernel
+def test_int8_of_many_columns_and_extreme_inputs_is_that_of_pytorch() -> None:
+    parts, format_ = matrix("int8", 6, 4100), FORMATS["int8"]
+    x = torch.stack(
+        [drawn(4100), torch.zeros(4100), torch.full((4100,), 1e-42), 1e30 * drawn(4100)]
+    )
+    expected, y = torch.empty(4, 6), torch.empty(4, 6)
+    format_.linear(parts, x, expected, 0, 6)
+    matrices = native.joined([format_.matrix(parts)])
+    assert matrices is not None
+    assert matrices.multiply(x, y)
+    assert torch.equal(y, expected)
+
+
+@needs_kernel
+def test_weights_below_each_other_are_multiplied_at_once() -> None:
+    weights = [
+        QuantizedWeight((Block(FORMATS[name], matrix(name, rows, 128, rows)),))
+        for name, rows in (("int8", 5), ("nf4", 8), ("int8", 3), ("int4_g64_act", 2))
+    ]
+    x = drawn(3, 128)
+    for others in (weights[1:3], weights[1:]):
+        whole = weights[0].linear(x, others)
+        parts = [weight.linear(x, ()) for weight in (weights[0], *others)]
+        torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=2e-6, atol=2e-6)
+    assert weights[0].joined(weights[1:]) is weights[0].joined(weights[1:])
+
+
+@needs_kernel
+def test_half_precision_and_strided_columns_are_left_to_pytorch() -> None:
+    parts = matrix("nf4", 4, 128)
+    matrices = native.joined([FORMATS["nf4"].matrix(parts)])
+    assert matrices is not None
+    y = torch.empty(2, 4)
+    assert not matrices.multiply(drawn(2, 128).half(), y.half())
+    assert not matrices.multiply(drawn(128, 2).t(), y)
+    whole = FORMATS["nf4"].whole(parts, torch.float16)
+    assert torch.equal(whole, FORMATS["nf4"].whole(parts, torch.float32).half())
+
+
+def test_without_a_compiler_pytorch_multiplies_and_it_is_said_once(
+    no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = drawn(3, 128)
+    with caplog.at_level(logging.WARNING, "pcg.kernels"):
+        for name in ("int8", "nf4"):
+            parts = matrix(name, 5, 128)
+            weight = QuantizedWeight((Block(FORMATS[name], parts),))
+            assert FORMATS[name].matrix(parts) is None
+            y = torch.empty(3, 5)
+            FORMATS[name].linear(parts, x, y, 0, 5)
+            assert torch.equal(weight.linear(x, ()), y)
+    (record,) = caplog.records
+    assert "CXX is empty" in record.getMessage()
