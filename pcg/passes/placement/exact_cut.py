@@ -1,32 +1,32 @@
-"""The cheapest cut of a split problem, by a shortest path over the states of its execution.
+"""The cheapest cut of a split problem, by A* search for a shortest path over execution states.
 
-The base keeps nothing between calls, so a state consists of the nodes that ran (an ideal of the
-graph's order), and the values that the client did not fetch from the base. A move is a round trip,
-or a client's run of a node that the base could also run. Nodes that only the client can run do so
-as soon as possible. A round trip need not return values that only a later piece reads: that piece
-repeats the nodes that compute them. A minimum cut for each round trip (`cheapest_transfer`) chooses
-the values to send and the nodes to repeat.
+A state is the set of nodes that ran, with all their predecessors, and the values of the base that
+the client lacks; the base keeps nothing between calls. A move is a round trip, which runs a piece
+(a set of nodes) at the base, or the client's run of a node of either side. `SplitProblem.eager`
+nodes, such as the client's own, run at the client as soon as possible. Values that only later
+pieces read need not return: those pieces compute them again. A minimum cut for each direction of a
+round trip (`cheapest_transfer`) chooses the values to transfer and the nodes to repeat.
 
-A plain minimum cut over all nodes would price bytes and times, but no round trips, and could merge
-nodes before and after the client's attention into the same piece. Copies of each node for each
-phase of the execution do not help: a value that the client keeps is free in later phases and in
-the same phase, which is not a submodular function of two phases. A layer is narrow, so its states
-are few.
+A single minimum cut over all nodes is not enough: it prices bytes and times but not round trips,
+and may put nodes before and after the client's attention into the same piece. A copy of each node
+for each phase does not help: a value that the client keeps is free in its phase and in all later
+ones, and this cost is not a submodular function of two phases. A layer has few states, as few of
+its nodes can run in any order.
 
 Two round trips without a client's node in between merge into one, at no higher cost: values are
 sent at most once, and need not return. A state with more values at the client, at no higher cost,
 is never worse.
 
-Minimum cut of a transfer: a side wants some values. Each value is sent to that side, or its node
-runs there (again), whose inputs are then wanted as well:
+Minimum cut of a transfer: a side needs the wanted values. Each value is sent to that side, or its
+maker runs there, perhaps again, and the maker's inputs are wanted as well. Edges, by capacity:
 
-    source -> n             time(n)        a repeated node costs its time on that side
-    n      -> v             send(v)        a sent value costs its time on the link
-    v      -> n reads v     infinite       a repeated node needs its inputs
-    v      -> sink          infinite       a wanted value is present
+    source -> n                time(n)     a repeated node costs its time on that side
+    n      -> v, made by n     send(v)     a sent value costs its time on the link
+    v      -> n, if n reads v  infinite    a repeated node needs its inputs
+    v      -> sink             infinite    a wanted value must be present
 
-The sink's side is present: a present value with an absent maker is sent. A value whose maker cannot
-run on that side has an edge from the source at its price.
+The nodes and values on the sink's side of the cut are on the wanting side after the transfer: a
+value there is sent if its maker is not there. If the maker may not run there, source -> v: send(v).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pcg.passes.placement.split_problem import Side, SplitProblem, bits, mask_of
 
 @dataclass(frozen=True)
 class Transfer:
-    """Sent values and repeated nodes, as masks, with the time of both."""
+    """Sent values and repeated nodes, as masks, and the total time of both, in picoseconds."""
 
     sent: int
     repeated: int
@@ -61,12 +61,12 @@ def cheapest_transfer(
     unsendable: int,
     is_up: bool,
 ) -> Transfer:
-    """Return the cheapest transfer that provides values on a side.
+    """Return the cheapest transfer that provides the wanted values on a side; masks throughout.
 
     Args:
+        wanted: values that the side needs.
         present: values that the side already has.
-        may_repeat: nodes that may run on that side; each of their values is sent or computed by
-            them.
+        may_repeat: nodes that may run on that side, to compute values instead of receiving them.
         unsendable: values that the other side does not have.
         is_up: True if the side is the base.
     """
@@ -146,7 +146,7 @@ def _cut(
 
 
 MOST_STATES = 200_000
-"""Maximum number of states of a search; layers of known model families have some hundreds."""
+"""Maximum number of states, and of pieces after a state; known models have some hundreds."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,12 @@ class RoundTrip:
     """A call of the base, as masks of nodes and of values.
 
     Attributes:
-        nodes: nodes that run for the first time.
-        repeated: nodes of earlier pieces, or of the client, that run again.
+        nodes: nodes that run at the base for the first time anywhere.
+        repeated: nodes that ran before, at the base or the client, and run again at the base.
         sent: values that the client sends.
         returned: values that the base returns.
-        again: nodes of the piece that the client also runs, instead of receiving their values.
-        cost_ps: total time, including latency and nodes.
+        again: those of `nodes` that the client runs too, instead of receiving their values.
+        cost_ps: time of the latency, the transfers and all these nodes, in picoseconds.
     """
 
     nodes: int
@@ -179,12 +179,12 @@ class Cut:
 
 
 def exact_cut(problem: SplitProblem) -> Cut:
-    """Return the cheapest cut; raise UnsupportedError if the graph is too wide."""
+    """Return the cheapest cut; raise UnsupportedError if the search exceeds MOST_STATES."""
     return _Search(problem).run()
 
 
 def fixed_cut(problem: SplitProblem) -> Cut:
-    """Return Symbiosis' cut: each node of the base is a call; the client runs all others."""
+    """Return Symbiosis' cut: a call for each base-only node; the client runs all other nodes."""
     trips = []
     for number, node in enumerate(problem.nodes):
         if node.side is Side.BASE:
@@ -199,9 +199,9 @@ def fixed_cut(problem: SplitProblem) -> Cut:
 
 @dataclass(frozen=True)
 class _State:
-    """The nodes that ran, the values missing at the client, and whether a round trip may follow.
+    """The nodes that ran, and their values that the client lacks and that may be read later.
 
-    A round trip may follow if the client ran a node after the previous round trip.
+    `is_open` is True if the client ran a node since the last round trip; only then may one follow.
     """
 
     ran: int
@@ -296,11 +296,11 @@ class _Search:
         return sum(self.problem.nodes[number].client_ps for number in bits(nodes))
 
     def _bound(self, ran: int) -> int:
-        """Return a lower bound of the time from a state with these nodes run to the end.
+        """Return a lower bound of the time from a state in which these nodes ran to the end.
 
-        Each remaining node runs once, on its faster side. The base computes its nodes' inputs from
-        sent values, and the client its wanted values from returned values: at least the minimum cut
-        with free nodes and pieces that keep each other's values.
+        Each remaining node runs at least once, on its faster side at best. Transfers to the base
+        cost at least the cut for all inputs of base-only nodes, if nodes are free and the base
+        keeps values between calls; transfers to the client, the cut for its remaining values.
         """
         problem, left = self.problem, self.every & ~ran
         time = self._trips_left(ran) * problem.latency_ps
@@ -319,7 +319,7 @@ class _Search:
         return time + up.cost_ps + down.cost_ps
 
     def _trips_left(self, ran: int) -> int:
-        """Return the least number of further round trips, at any cost."""
+        """Return the least number of further round trips that the dependencies allow."""
         problem = self.problem
         at_client, at_base = [0] * len(problem.values), [1] * len(problem.values)
         for number in bits(self.every & ~ran):
@@ -339,15 +339,15 @@ class _Search:
         return any(not before[number] & ~ran for number in bits(self.either & ~ran))
 
     def _later(self, ran: int) -> int:
-        """Return the inputs of nodes that have not run, and all values that may compute them."""
+        """Return the inputs of remaining nodes, and the values that compute them at the base."""
         nodes = self.problem.nodes
         return self._behind(mask_of(v for n in bits(self.every & ~ran) for v in nodes[n].reads))
 
     def _worth_returning(self, piece_values: int, ran: int) -> tuple[int, ...]:
-        """Return the values of a piece that the client may fetch for later pieces.
+        """Return the values of a piece that the client may fetch for later pieces or nodes.
 
-        A value that only nodes of the piece read is no better than their results, if these cost no
-        more to return and to send.
+        A value that only the piece's nodes read is left out if these nodes' results together cost
+        no more to return, and no more to send.
         """
         problem, later = self.problem, self._used_later(ran)
         prices: dict[int, tuple[int, int]] = {}
@@ -369,7 +369,7 @@ class _Search:
         return tuple(returned)
 
     def _made_of(self, values: int) -> int:
-        """Return the values, and all values that the base may read to compute them."""
+        """Return the values and, recursively, the inputs of their makers that the base may run."""
         problem, waiting = self.problem, list(bits(values))
         while waiting:
             maker = problem.makers.get(waiting.pop())
@@ -389,12 +389,12 @@ class _Search:
         for number in bits(piece & self.either):
             if not mask_of(problem.nodes[number].reads) & lost:
                 may |= 1 << number
-        # The client has all values from outside the piece.
+        # Other values count as present: `may` has no node that reads a value the client lacks.
         others = ((1 << len(problem.values)) - 1) & ~piece_values
         return cheapest_transfer(problem, fetched, others, may, 0, False)
 
     def _pieces_behind(self, ran: int) -> tuple[int, ...]:
-        """Return the sets of nodes that the base can run next, each closed under its inputs."""
+        """Return the pieces that may run next: they need no remaining node outside the piece."""
         before, pieces, waiting = self.problem.before, {0}, [0]
         for piece in waiting:
             for number in bits(self.at_base & ~ran & ~piece):
@@ -412,7 +412,7 @@ class _Search:
 
 
 def _is_worse(cost: int, state: _State, others: list[tuple[int, _State]]) -> bool:
-    """Return whether another state has at least as many values at no higher cost."""
+    """Return whether another state costs no more, lacks no other values, and is as open."""
     return any(
         least <= cost
         and not other_lost.lost & ~state.lost
