@@ -12,6 +12,7 @@ import typer
 
 from pcg.errors import ProgramError
 from pcg.files import check_writable, expanded, is_there
+from pcg.gguf_file import SUFFIX
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
@@ -186,8 +187,10 @@ def _compile_client(
 
 
 def _weights(model: str, source: ModelSource) -> str | None:
-    """Return the location of the weights: the model's directory or its hub id."""
+    """Return the location of the weights: the model's directory, GGUF file or hub id."""
     if is_there(expanded(model)):
+        if source.weight_files and source.weight_files[0].suffix == SUFFIX:
+            return str(source.weight_files[0])
         return None if source.directory is None else str(source.directory.resolve())
     return source.name
 

@@ -34,7 +34,8 @@ from pcg.ranks.agreement import agreed, check_same, check_same_program
 from pcg.ranks.join import RankOptions, check_started, join_mesh, own_device, started_ranks
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.model.base_weights import TensorSource, check_same_weights
-from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
+from pcg.runtime.model.gguf_weights import open_weights
+from pcg.runtime.model.weights import RandomWeights, StateDictCheckpoint, Weights
 from pcg.runtime.requests.plain import tokenizer_facts
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import ModelSource, resolve
@@ -193,10 +194,10 @@ def compile(arguments: CompileArguments) -> Executor:
 
     if not isinstance(module, torch.nn.Module):
 
-        def read() -> tuple[ModelSource, Program, Checkpoint]:
+        def read() -> tuple[ModelSource, Program, Weights]:
             source = resolve(module, weights=True)
             program = compiled_here(source, source.config, options)
-            return source, program, Checkpoint.open(source, program.base_prefix)
+            return source, program, open_weights(source, program.base_prefix)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
         return make_executor(program, checkpoint, arguments.peft, source.directory, device, mesh)
@@ -313,7 +314,7 @@ def load(arguments: LoadArguments) -> Executor:
             "where they lie: --weights PATH (weights=PATH)"
         ) from error
     check_same_model(program, source.config, os.fspath(place))
-    checkpoint = Checkpoint.open(source, program.base_prefix)
+    checkpoint = open_weights(source, program.base_prefix)
     # A program compiled from a shipped config has no tokenizer; the weights include it.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory

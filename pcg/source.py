@@ -1,8 +1,9 @@
 """Source of a model: its config, and the files of its weights.
 
-A model is named by a directory, by a path to a config.json, by a config in memory, by the id of a
-config that ships with pcg, or by a hub id. `resolve` turns each into a `ModelSource`. This file
-imports neither torch nor transformers, so a wrong name is reported within milliseconds.
+A model is named by a directory, by a path to a config.json or to a GGUF file, by a config in
+memory, by the id of a config that ships with pcg, or by a hub id. `resolve` turns each into a
+`ModelSource`. This file imports neither torch nor transformers, so a wrong name is reported within
+milliseconds.
 """
 
 import difflib
@@ -22,6 +23,8 @@ from pcg.errors import (
     WeightsError,
 )
 from pcg.files import check_no_lfs_pointer, expanded, is_file, is_there, read_json
+from pcg.gguf_file import SUFFIX as GGUF
+from pcg.gguf_model import converted
 from pcg.units import shown
 
 CONFIG = "config.json"
@@ -82,8 +85,9 @@ class ModelSource:
     Attributes:
         name: the hub id, or the directory's name.
         config: the parsed config.json.
-        directory: the place of config, tokenizer and weights; None for a config without files.
-        weight_files: safetensors files in the order of the index; empty if there are none.
+        directory: the place of config and tokenizer; None for a config without files.
+        weight_files: safetensors files in the order of the index, or a GGUF file; empty if there
+            are none.
     """
 
     name: str
@@ -114,8 +118,8 @@ def resolve(
     Face cache, the hub.
 
     Args:
-        model: directory with a config.json, path to a config.json, hub id, parsed config, or a
-            transformers configuration.
+        model: directory with a config.json, path to a config.json or to a GGUF file, hub id, parsed
+            config, or a transformers configuration.
         weights: True if the weights are also needed: for a shipped config they are then taken from
             the cache or downloaded.
     Raises:
@@ -162,9 +166,14 @@ def _from_config(config: dict[str, Any], *, weights: bool) -> ModelSource:
 
 
 def _from_path(path: Path) -> ModelSource:
+    if is_file(path) and path.suffix == GGUF:
+        directory = converted(path)
+        config = _read_config(directory / CONFIG)
+        return ModelSource(path.stem, config, directory, (path.resolve(),))
     if is_file(path) and path.suffix != ".json":
         raise ModelNotFoundError(
-            f"{path} is neither a directory nor a {CONFIG}; give the directory it lies in"
+            f"{path} is neither a directory, a {CONFIG} nor a {GGUF} file; give the directory it "
+            "lies in"
         )
     if is_file(path) and path.name != CONFIG:
         return ModelSource(path.stem, _read_config(path))
@@ -221,7 +230,7 @@ def _looks_like_path(name: str) -> bool:
     return (
         not name
         or name.startswith((".", "~", os.sep))
-        or name.endswith((os.sep, ".json"))
+        or name.endswith((os.sep, ".json", GGUF))
         or name.count("/") > 1
         or "\\" in name
     )
@@ -293,6 +302,9 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{path.parent} has no {CONFIG} but an adapter_config.json: it is an adapter; "
                 "give its base model, and the adapter as peft"
             )
+        blocks = sorted(path.parent.glob(f"*{GGUF}"))
+        if blocks:
+            raise ConfigError(f"{path.parent} has no {CONFIG}; give its GGUF file, {blocks[0]}")
         raise ConfigError(f"{path.parent} has no {CONFIG}; give a Hugging Face model directory")
     config = read_json(path, ConfigError, _REPAIR)
     _check_config(config, str(path))

@@ -122,7 +122,7 @@ def test_tensors(good, tmp_path, file, data):
         if place.name == "adapter":
             read_adapter(place, "a")
         else:
-            compiler.Checkpoint.open(resolve(place, weights=True))
+            compiler.open_weights(resolve(place, weights=True))
 
 
 # ------------------------------------------------------------------------------- adapters

@@ -63,21 +63,25 @@ def find_format(name: str) -> Format:
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """The format of a quantized checkpoint.
+    """The formats of a quantized checkpoint.
 
     Attributes:
-        name: of the format.
+        name: of the format, or of all of them.
         skipped: names of modules, or ends of their paths, that are stored in floating point.
+        by_module: the format of each linear module by path, None for floating point, if modules may
+            differ.
     """
 
     name: str
     skipped: tuple[str, ...] = ()
+    by_module: Mapping[str, str | None] | None = None
 
-    def has(self, module: str) -> bool:
-        """Return whether a linear module, by its path, is stored in the format."""
-        return not any(
-            re.search(rf"(^|\.){re.escape(name)}($|\.)", module) for name in self.skipped
-        )
+    def of(self, module: str) -> str | None:
+        """Return the format of a linear module, by its path; None for floating point."""
+        if self.by_module is not None:
+            return self.by_module.get(module)
+        skips = any(re.search(rf"(^|\.){re.escape(name)}($|\.)", module) for name in self.skipped)
+        return None if skips else self.name
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
@@ -103,11 +107,24 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         return StoredFormat("fp8_block", skipped)
     if method == "compressed-tensors":
         return _compressed(settings)
+    if method == "gguf":
+        return _of_gguf(settings["formats"], int(config["num_hidden_layers"]))
     raise UnsupportedError(
         f"this checkpoint is quantized by {method or 'an unnamed method'} "
         f"(quantization_config={dict(settings)}), which pcg does not read; use one of "
         f"{', '.join(FORMATS)}, or float weights with quantization=FORMAT"
     )
+
+
+def _of_gguf(formats: Mapping[str, Any], layers: int) -> StoredFormat:
+    """Return the formats of a GGUF file, from a name or a list of names, one a layer, by site."""
+    by_module: dict[str, str | None] = {}
+    for site, names in formats.items():
+        paths = dict.fromkeys(site.format(layer=layer) for layer in range(layers))
+        of_layers = names if isinstance(names, list) else [names] * len(paths)
+        by_module.update(zip(paths, of_layers, strict=True))
+    distinct = {name for name in by_module.values() if name is not None}
+    return StoredFormat(" and ".join(sorted(distinct)), by_module=by_module)
 
 
 def _compressed(settings: Mapping[str, Any]) -> StoredFormat:

@@ -2,7 +2,8 @@
 
 A checkpoint that is quantized says which modules are. A float checkpoint that is quantized on load
 stores the matrices of the layers' linear modules in the format; embeddings, the head, routers and
-norms stay in floating point, as in transformers.
+norms stay in floating point, as in transformers. Layers of equal graphs whose matrices are stored
+in different formats become different blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pcg.errors import UnsupportedError
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.operators.linear import multiplied
+from pcg.ir.program.program import ModelGraph
 from pcg.passes.graphs.pass_base import Pass
 from pcg.passes.stages import Base
 
@@ -39,19 +41,35 @@ class QuantizeWeights(Pass[Base, Base]):
                 f"quantization={self.format!r}, and the checkpoint is stored as {stored.name}; "
                 "leave quantization out, or give the float checkpoint"
             )
-        name = stored.name if stored else self.format
-        assert name is not None
 
-        def is_stored(parameter: Parameter) -> bool:
-            module = parameter.source.removesuffix(".weight")
-            return stored.has(module) if stored else "{layer}" in module
+        def in_layer(graph: Graph, layer: int) -> Graph:
+            def format_of(parameter: Parameter) -> str | None:
+                module = parameter.source.removesuffix(".weight")
+                if stored is not None:
+                    return stored.of(module.format(layer=layer))
+                return self.format if "{layer}" in module else None
 
-        model = before.model.map(lambda graph: quantized(graph, name, is_stored))
+            return quantized(graph, format_of)
+
+        model = before.model
+        of_layers = [
+            in_layer(model.blocks[block], layer) for layer, block in enumerate(model.layers)
+        ]
+        blocks: list[Graph] = []
+        for graph in of_layers:
+            if graph not in blocks:
+                blocks.append(graph)
+        model = ModelGraph(
+            in_layer(model.prologue, 0),
+            tuple(block.replace(name=f"block_{i}") for i, block in enumerate(blocks)),
+            tuple(blocks.index(block) for block in of_layers),
+            in_layer(model.epilogue, 0),
+        )
         return dataclasses.replace(before, model=model)
 
 
-def quantized(graph: Graph, name: str, is_stored: Callable[[Parameter], bool]) -> Graph:
-    """Return a graph with the format in the types of its matrices.
+def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:
+    """Return a graph with the formats in the types of its matrices.
 
     Raises:
         UnsupportedError: a matrix does not fit the format's blocks, or has experts.
@@ -59,8 +77,8 @@ def quantized(graph: Graph, name: str, is_stored: Callable[[Parameter], bool]) -
     names = set(multiplied(graph))
 
     def with_format(parameter: Parameter) -> Parameter:
-        shape = parameter.type.features
-        if parameter.role != "frozen" or not is_stored(parameter):
+        shape, name = parameter.type.features, format_of(parameter)
+        if parameter.role != "frozen" or name is None:
             return parameter
         if len(shape) > 2:
             raise UnsupportedError(

@@ -305,9 +305,9 @@ def open_model(config: ConfigFile) -> Executor:
 
 
 def _near(config: ConfigFile, name: str) -> str:
-    """Return a directory in the configuration's folder by name; else the name itself."""
-    folder = config.path.parent / expanded(name)
-    return str(folder) if is_directory(folder) else name
+    """Return a directory or a file in the configuration's folder by name; else the name itself."""
+    path = config.path.parent / expanded(name)
+    return str(path) if is_there(path) else name
 
 
 CHECKPOINTS = "pcg-checkpoints"

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
+from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Node
 from pcg.passes.graphs.pass_base import GraphPass
 
@@ -36,7 +37,7 @@ class FuseLinears(GraphPass):
     name = "fuse_linears"
 
     def run(self, before: Graph) -> Graph:
-        groups: dict[tuple[str, int], list[Node]] = {}
+        groups: dict[tuple[str, int, bool], list[Node]] = {}
         # A weight that two products read is not joined.
         products = Counter(node.inputs[1] for node in before.nodes if node.op == "linear")
         for node in before.nodes:
@@ -45,7 +46,10 @@ class FuseLinears(GraphPass):
                 and products[node.inputs[1]] == 1
                 and all(name in before.parameters_by_name for name in node.inputs[1:])
             ):
-                groups.setdefault((node.inputs[0], len(node.inputs)), []).append(node)
+                # Quantized weights and float ones are multiplied by different functions.
+                is_quantized = before.types[node.inputs[1]].dtype in FORMATS
+                key = node.inputs[0], len(node.inputs), is_quantized
+                groups.setdefault(key, []).append(node)
         joined = {nodes[0].name: _joined(nodes) for nodes in groups.values() if len(nodes) > 1}
         dropped = {node.name for nodes in groups.values() for node in nodes[1:]}
         nodes = tuple(joined.get(n.name, n) for n in before.nodes if n.name not in dropped)

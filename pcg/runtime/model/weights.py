@@ -19,7 +19,7 @@ import platform
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,11 @@ class Weights(ABC):
     """Named tensors of a base model.
 
     Attributes:
-        read_bytes: stored bytes of all tensors and parts of tensors read so far.
+        dtypes: dtypes in the index that `load` reads.
+        read_bytes: bytes of all tensors and parts of tensors read so far.
     """
+
+    dtypes: Collection[str] = tuple(DTYPE_NAMES.values())
 
     def __init__(
         self,
@@ -301,10 +304,10 @@ class Weights(ABC):
                 f"wants {list(shape)}{'' if stored_name == name else f' for {name}'}"
                 + self._suspects(info.shape, tuple(shape))
             )
-        if info.dtype not in DTYPE_NAMES.values():
+        if info.dtype not in self.dtypes:
             raise WeightsError(
                 f"{stored_name} is {info.dtype} in {self._place(stored_name)}, and the model reads "
-                f"{', '.join(DTYPE_NAMES.values())} there; a quantized checkpoint names its format "
+                f"{', '.join(self.dtypes)} there; a quantized checkpoint names its format "
                 "in quantization_config of config.json, and a base over ranks or replicas that "
                 "shards float weights takes none"
             )
@@ -374,11 +377,7 @@ class Checkpoint(Weights):
         return tensor
 
     def identity(self) -> str:
-        facts = [_machine()]
-        for file in sorted(set(self._files.values())):
-            status = file.stat()
-            facts.append(f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
-        return ", ".join(facts)
+        return identity_of(self._files.values())
 
     def release(self) -> None:
         # A file stays mapped while a tensor is a view of it.
@@ -437,6 +436,15 @@ class RandomWeights:
 
     def release(self) -> None:
         """Do nothing: no file is open; see `Weights.release`."""
+
+
+def identity_of(files: Iterable[Path]) -> str:
+    """Return a text that is equal in two processes only if they read the same files."""
+    facts = [_machine()]
+    for file in sorted(set(files)):
+        status = file.stat()
+        facts.append(f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}")
+    return ", ".join(facts)
 
 
 def _machine() -> str:

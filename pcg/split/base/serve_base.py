@@ -35,7 +35,8 @@ from pcg.ranks.mesh import SINGLE_MESH
 from pcg.ranks.shards import Ranges
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import row_digests
-from pcg.runtime.model.weights import Checkpoint, Weights
+from pcg.runtime.model.gguf_weights import open_weights
+from pcg.runtime.model.weights import Weights
 from pcg.source import resolve
 from pcg.split.base.base_executor import BaseExecutor
 from pcg.split.base.base_loop import BaseLoop
@@ -164,12 +165,12 @@ def serve_over_ranks(
     ranks = join_group(degree, place)
     source = resolve(model, weights=True)
 
-    def read() -> tuple[Program, Checkpoint, Shards]:
+    def read() -> tuple[Program, Weights, Shards]:
         program = compile_program(
             source.config, None, backend="torch", dtype=dtype, packed_weights=False
         )
         check_same_program(ranks, program)
-        checkpoint = Checkpoint.open(source, program.base_prefix)
+        checkpoint = open_weights(source, program.base_prefix)
         return program, checkpoint, Shards(program, checkpoint, place, ranks)
 
     if ranks.rank:
@@ -221,7 +222,7 @@ def layers_executor(
         quantization=quantization,
         packed_weights=False,
     )
-    return executor_of(program, Checkpoint.open(source, program.base_prefix), layers, device)
+    return executor_of(program, open_weights(source, program.base_prefix), layers, device)
 
 
 def executor_of(program: Program, source: Weights, layers: str, device: str | None) -> Executor:

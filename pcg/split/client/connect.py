@@ -31,7 +31,7 @@ from pcg.passes.placement.split_problem import SplitCosts
 from pcg.peft.adapter_files import is_recipe
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import WeightStore, weight_digests
-from pcg.runtime.model.weights import Checkpoint
+from pcg.runtime.model.gguf_weights import open_weights
 from pcg.source import ModelSource, resolve
 from pcg.split.client.base_weights import CalledBase
 from pcg.split.client.caller import Caller, LayeredCaller
@@ -470,7 +470,7 @@ def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None
 
 def _check_weights(program: Program, model: ModelSource, facts: BaseFacts) -> None:
     """Compare the client's files with the base's weights. SplitError: they differ."""
-    checkpoint = Checkpoint.open(model, program.base_prefix)
+    checkpoint = open_weights(model, program.base_prefix)
     store = WeightStore(program, checkpoint, torch.device("cpu"))
     difference = weights_difference(weight_digests(store), facts.digests)
     checkpoint.release()
