@@ -28,6 +28,7 @@ from pcg.errors import UnsupportedError, WeightsError
 from pcg.files import check_writable, expanded, sync, sync_names
 from pcg.formats.format import Format
 from pcg.formats.registry import FORMATS, find_format, stored_format
+from pcg.gguf_file import SUFFIX
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.runtime.model.weights import Checkpoint
@@ -93,6 +94,12 @@ def quantize(arguments: QuantizeArguments) -> Path:
     if stored is not None:
         raise UnsupportedError(
             f"{source.name} is already quantized, to {stored.name}; give the float checkpoint"
+        )
+    if source.weight_files[0].suffix == SUFFIX:
+        raise UnsupportedError(
+            f"{source.name} is a GGUF file, whose layout no library reads in {format_.name}; give "
+            "a directory with safetensors, or quantize on loading: "
+            f"quantization={format_.name!r} (--quantization {format_.name})"
         )
     program = compile_program(arguments.model, None, quantization=format_.name)
     checkpoint = Checkpoint.open(source, program.base_prefix)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 import unicodedata
@@ -22,7 +24,8 @@ import pcg
 from pcg.compiler import compile_program, load
 from pcg.errors import ConfigError, ModelNotFoundError, PcgError, UnsupportedError, WeightsError
 from pcg.gguf_file import read_gguf
-from pcg.gguf_model import _llama3_factors
+from pcg.gguf_model import _llama3_factors, config_of
+from pcg.gguf_tokenizer import tokenizer_files
 from pcg.ir.printer import print_graphs
 from pcg.ir.program.folder import save_program
 from pcg.runtime.model.gguf_weights import open_weights
@@ -217,6 +220,21 @@ def test_other_files_are_refused_by_name(case: str, tmp_path: Path) -> None:
         resolve(path)
 
 
+def test_damaged_headers_are_read_or_refused(tmp_path: Path) -> None:
+    content = random_gguf(tmp_path / "model.gguf").read_bytes()
+    for seed in range(200):
+        draw, changed = random.Random(seed), bytearray(content)
+        for _ in range(draw.choice((1, 2, 5))):
+            changed[draw.randrange(1200 if seed % 2 else 16000)] = draw.randrange(256)
+        path = tmp_path / f"{seed}.gguf"
+        path.write_bytes(changed)
+        with contextlib.suppress(PcgError):
+            header = read_gguf(path)
+            config_of(header)
+            tokenizer_files(header)
+        path.unlink()
+
+
 def test_wrong_names_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no directory or file"):
         resolve("absent.gguf")
@@ -225,6 +243,9 @@ def test_wrong_names_and_options_are_refused(tmp_path: Path) -> None:
         resolve(tmp_path)
     with pytest.raises(UnsupportedError, match="the checkpoint is stored as q8_0"):
         compile_program(path, None, quantization="nf4")
+    halves = random_gguf(tmp_path / "halves.gguf", kind_of=lambda name: Kind.F16)
+    with pytest.raises(UnsupportedError, match=r"halves is a GGUF file, .*give a directory"):
+        pcg.quantize(halves, "nf4", tmp_path / "out")
 
 
 def test_llama_3_rope_is_known_by_its_factors(tmp_path: Path) -> None:
