@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,25 +63,87 @@ def find_format(name: str) -> Format:
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """The formats of a quantized checkpoint.
+    """The formats of a quantized checkpoint, and the modules that are stored in them.
 
     Attributes:
         name: of the format, or of all of them.
-        skipped: names of modules, or ends of their paths, that are stored in floating point.
+        skipped: patterns of modules in floating point; None for the library's default, which skips
+            the head.
+        targets: patterns of modules in the format, as compressed-tensors has them; None for all.
+        layers_only: True if modules outside the layers are in floating point.
         by_module: the format of each linear module by path, None for floating point, if modules may
             differ.
     """
 
     name: str
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    layers_only: bool = False
     by_module: Mapping[str, str | None] | None = None
 
-    def of(self, module: str) -> str | None:
+    def of(self, module: str, is_head: bool, is_in_layer: bool) -> str | None:
         """Return the format of a linear module, by its path; None for floating point."""
         if self.by_module is not None:
             return self.by_module.get(module)
-        skips = any(re.search(rf"(^|\.){re.escape(name)}($|\.)", module) for name in self.skipped)
-        return None if skips else self.name
+        return self.name if self._has(module, is_head, is_in_layer) else None
+
+    def _has(self, module: str, is_head: bool, is_in_layer: bool) -> bool:
+        if (is_head and self.skipped is None) or (self.layers_only and not is_in_layer):
+            return False
+        if self.targets is not None:
+            ignored = any(_is_target(module, pattern) for pattern in self.skipped or ())
+            return not ignored and any(_is_target(module, pattern) for pattern in self.targets)
+        return not any(_is_skipped(module, pattern) for pattern in self.skipped or ())
+
+
+def _is_target(module: str, pattern: str) -> bool:
+    """Match a linear module as `match_name` and `_match_class` of compressed-tensors do."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return pattern in (module, "Linear", "Module")
+
+
+def _is_skipped(module: str, pattern: str) -> bool:
+    """Match a module as `should_convert_module` of transformers does."""
+    start = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
+    return start is not None or module.endswith(pattern)
+
+
+_UNREAD: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "gptq": {
+        "modules_in_block_to_quantize": (None, []),
+        "dynamic": (None, {}),
+        "rotation": (None,),
+        "lm_head": (None, False),
+        "is_marlin_format": (None, False),
+        "checkpoint_format": (None, "gptq", "gptq_v2"),
+        "pack_dtype": (None, "int32"),
+    },
+    "awq": {
+        "version": (None, "gemm", "GEMM"),
+        "format": (None, "gemm", "GEMM"),
+        "checkpoint_format": (None, "gemm", "GEMM"),
+        "zero_point": (None, True),
+        "backend": (None, "auto", "autoawq", "gptqmodel"),
+        "modules_in_block_to_quantize": (None, []),
+        "pack_dtype": (None, "int32"),
+    },
+    "compressed-tensors": {
+        "sparsity_config": (None, {}),
+        "transform_config": (None, {}),
+    },
+    "fp8": {
+        "weight_block_size": ([128, 128],),
+        "modules_to_convert": (None, []),
+        "scale_fmt": (None, "float"),
+    },
+    "bitsandbytes": {"llm_int8_has_fp16_weight": (None, False)},
+}
+"""Settings that change numbers or layouts, by method, and their values that pcg reads."""
+_AWQ_SCALES_ACTIVATIONS = (
+    "RefinedWebModel", "bloom", "falcon", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "starcoder2",
+)  # fmt: skip
+"""Model types with scales of activations in AWQ: transformers' AWQ_SCALES_MAPPINGS."""
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
@@ -94,17 +156,34 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
     if not settings:
         return None
     method = str(settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else ""))
-    skipped = tuple(settings.get("modules_to_not_convert") or ("lm_head",))
+    for key, values in _UNREAD.get(method, {}).items():
+        if settings.get(key) not in values:
+            read = " or ".join(repr(value) for value in values if value not in (None, [], {}))
+            raise UnsupportedError(
+                f"this checkpoint of {method} has {key}={settings.get(key)!r}, which pcg does not "
+                f"read{f'; it reads {read}' if read else ''}; use another checkpoint, or float "
+                "weights with quantization=FORMAT"
+            )
+    skipped = settings.get("modules_to_not_convert")
     if method == "bitsandbytes" and settings.get("load_in_4bit"):
         nests = bool(settings.get("bnb_4bit_use_double_quant"))
         code = settings.get("bnb_4bit_quant_type", "fp4")
-        return StoredFormat(code if nests else f"{code}_single", skipped)
+        skipped = settings.get("llm_int8_skip_modules")
+        return StoredFormat(code if nests else f"{code}_single", _patterns(skipped))
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
-        return StoredFormat("int8_weight", tuple(settings.get("llm_int8_skip_modules") or skipped))
-    if method in ("gptq", "awq"):
-        return StoredFormat(gptq_name(settings), skipped)
-    if method == "fp8" and settings.get("weight_block_size") == [128, 128]:
-        return StoredFormat("fp8_block", skipped)
+        return StoredFormat("int8_weight", _patterns(settings.get("llm_int8_skip_modules")))
+    if method == "gptq":
+        return StoredFormat(gptq_name(settings), (), layers_only=True)
+    if method == "awq":
+        if config.get("model_type") in _AWQ_SCALES_ACTIVATIONS:
+            raise UnsupportedError(
+                f"AWQ scales the activations of {config['model_type']}, which pcg does not do; use "
+                "float weights with quantization=FORMAT"
+            )
+        # AWQ skips the head besides its list.
+        return StoredFormat(gptq_name(settings), (*(_patterns(skipped) or ()), "lm_head"))
+    if method == "fp8":
+        return StoredFormat("fp8_block", _patterns(skipped))
     if method == "compressed-tensors":
         return _compressed(settings)
     if method == "gguf":
@@ -127,6 +206,21 @@ def _of_gguf(formats: Mapping[str, Any], layers: int) -> StoredFormat:
     return StoredFormat(" and ".join(sorted(distinct)), by_module=by_module)
 
 
+def _patterns(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return patterns of modules. UnsupportedError: one is no regular expression."""
+    if names is None:
+        return None
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:"))
+        except (AttributeError, re.error) as error:
+            raise UnsupportedError(
+                f"quantization_config skips {name!r}, which is no pattern of modules ({error}); "
+                "repair config.json"
+            ) from error
+    return tuple(names)
+
+
 def _compressed(settings: Mapping[str, Any]) -> StoredFormat:
     """Return the format of a checkpoint of compressed-tensors, with a single group of modules."""
     groups = list((settings.get("config_groups") or {}).values())
@@ -141,10 +235,11 @@ def _compressed(settings: Mapping[str, Any]) -> StoredFormat:
         name = "fp8"
     elif kind in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
         name = kind.partition("-")[0]
-    if name is None or [*groups[0].get("targets", ())] != ["Linear"]:
+    if name is None:
         raise UnsupportedError(
             f"this checkpoint of compressed-tensors has {len(groups)} groups of modules, of format "
-            f"{kind or 'none'} with {bits} bits by {strategy}; pcg reads a single group of all "
-            "Linear modules in pack-quantized (4 bits), float-quantized, mxfp4 or nvfp4"
+            f"{kind or 'none'} with {bits} bits by {strategy}; pcg reads a single group of "
+            "modules in pack-quantized (4 bits), float-quantized, mxfp4 or nvfp4"
         )
-    return StoredFormat(name, tuple(settings.get("ignore") or ()))
+    targets = _patterns(groups[0].get("targets") or ())
+    return StoredFormat(name, _patterns(settings.get("ignore") or ()), targets)

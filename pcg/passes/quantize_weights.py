@@ -42,11 +42,19 @@ class QuantizeWeights(Pass[Base, Base]):
                 "leave quantization out, or give the float checkpoint"
             )
 
+        embedded = _embedded(before.model.prologue) if stored and not stored.by_module else set()
+        outside = (before.model.prologue, before.model.epilogue)
+
         def in_layer(graph: Graph, layer: int) -> Graph:
+            head = _head(graph) if graph is before.model.epilogue else None
+
             def format_of(parameter: Parameter) -> str | None:
                 module = parameter.source.removesuffix(".weight")
+                if parameter.source in embedded:
+                    return None
                 if stored is not None:
-                    return stored.of(module.format(layer=layer))
+                    is_head, is_in_layer = parameter.name == head, graph not in outside
+                    return stored.of(module.format(layer=layer), is_head, is_in_layer)
                 return self.format if "{layer}" in module else None
 
             return quantized(graph, format_of)
@@ -66,6 +74,19 @@ class QuantizeWeights(Pass[Base, Base]):
             in_layer(model.epilogue, 0),
         )
         return dataclasses.replace(before, model=model)
+
+
+def _embedded(prologue: Graph) -> set[str]:
+    """Return the sources of parameters that the prologue reads otherwise than by a product."""
+    names = set(multiplied(prologue))
+    return {p.source for p in prologue.parameters if p.name not in names}
+
+
+def _head(epilogue: Graph) -> str | None:
+    """Return the parameter of the last product."""
+    names = set(multiplied(epilogue))
+    reads = [name for node in epilogue.nodes for name in node.inputs if name in names]
+    return reads[-1] if reads else None
 
 
 def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:

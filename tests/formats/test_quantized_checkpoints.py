@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +18,12 @@ from safetensors import safe_open
 
 import pcg
 from pcg.errors import PcgError, UnsupportedError, WeightsError
-from pcg.formats.registry import FORMATS
+from pcg.formats.registry import FORMATS, stored_format
 from tests.formats.test_formats import dequantized, matrix, stored_matrix
 from tests.support import oracle
 from tests.support.command_line import assert_one_error, output_of, run
 from tests.support.families import BY_NAME
+from tests.support.peft_cases import CONFIGS, check_batch, wrap
 
 WRITTEN = [name for name, format_ in FORMATS.items() if format_.library]
 NOT_WRITTEN = [name for name in FORMATS if name not in WRITTEN]
@@ -29,7 +33,7 @@ IDS = list(range(3, 60))
 def model_of(family: str) -> Any:
     config = BY_NAME[family].config(2)
     sizes = {"gpt2": {"n_embd": 128, "n_inner": 256}}
-    other = {"hidden_size": 128, "intermediate_size": 384}
+    other = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "ffn_dim": 256}
     return oracle.random_model({**config, **sizes.get(family, other)})
 
 
@@ -182,3 +186,125 @@ def test_a_conv1d_is_refused_by_libraries_that_skip_it(tmp_path: Path) -> None:
     oracle.save_model(model_of("gpt2"), tmp_path / "float")
     with pytest.raises(UnsupportedError, match=r"Conv1D.*use nf4, fp4 or int8_weight"):
         pcg.quantize(tmp_path / "float", "fp8", tmp_path / "quantized")
+
+
+SKIPPING: list[tuple[str, list[str] | None]] = [
+    ("llama-biases", ["lm_head", "model.layers.1.mlp"]),
+    ("qwen2", ["lm_head", "layers.0.self_attn.v_proj", "down_proj"]),
+    ("gemma2", None),
+    ("gpt_neox", ["embed_out", "gpt_neox.layers.1"]),
+    ("opt", ["lm_head", "fc1"]),
+]
+"""Families, and modules that a checkpoint of bitsandbytes has in floating point."""
+
+
+@pytest.mark.parametrize(("family", "skipped"), SKIPPING)
+def test_modules_are_skipped_as_in_transformers(
+    family: str, skipped: list[str] | None, tmp_path: Path
+) -> None:
+    import transformers
+
+    oracle.save_model(model_of(family), tmp_path / "float")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stored = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "float", quantization_config=config, dtype=torch.float32
+        )
+    oracle.save_model(stored, tmp_path / "stored")
+    executor = pcg.compile(tmp_path / "stored")
+    assert error_of(executor, loaded_by_transformers(tmp_path / "stored")) < 1e-5
+
+
+@pytest.mark.parametrize("ignored", [["lm_head"], ["re:.*layers.1.*", "re:lm_head"]])
+def test_modules_are_ignored_as_in_compressed_tensors(
+    base: tuple[Any, Path], ignored: list[str], tmp_path: Path
+) -> None:
+    from compressed_tensors.utils.match import match_named_modules
+
+    model, _ = base
+    stored = stored_format({"quantization_config": FORMATS["fp8"].settings("float32", ignored)})
+    assert stored is not None
+    expected = {name for name, _ in match_named_modules(model, ["Linear"], ignored)}
+    linear = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {n for n in linear if stored.of(n, n == "lm_head", "layers" in n)} == expected
+
+
+def test_declarations_that_the_files_contradict_are_refused(
+    base: tuple[Any, Path], tmp_path: Path
+) -> None:
+    folder = pcg.quantize(base[1], "nf4", tmp_path / "quantized")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    settings = config["quantization_config"]
+    path.write_text(json.dumps({**config, "quantization_config": {
+        **settings, "llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp.up_proj"],
+    }}))  # fmt: skip
+    with pytest.raises(WeightsError, match=r"layers.1.mlp.up_proj.weight.* stored quantized"):
+        pcg.compile(folder)
+    path.write_text(json.dumps({**config, "quantization_config": {
+        **settings, "llm_int8_skip_modules": [],
+    }}))  # fmt: skip
+    with pytest.raises(WeightsError, match=r"lm_head.weight .*should be stored as nf4.*F32"):
+        pcg.compile(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "named"),
+    [
+        ("gptq", {"bits": 3}, "3 bits"),
+        ("gptq", {"modules_in_block_to_quantize": [["q_proj"]]}, "modules_in_block_to_quantize"),
+        ("gptq", {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ("gptq", {"lm_head": True}, "lm_head=True"),
+        ("awq", {"version": "gemv"}, "version='gemv'"),
+        ("awq", {"zero_point": False}, "zero_point=False"),
+        ("awq", {"model_type": "falcon"}, "activations of falcon"),
+        ("fp8", {"weight_block_size": [64, 64]}, "weight_block_size"),
+        ("fp8", {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+        ("compressed-tensors", {"transform_config": {"a": 1}}, "transform_config"),
+        ("bitsandbytes", {"load_in_4bit": True, "llm_int8_skip_modules": ["*x"]}, "no pattern"),
+    ],
+)
+def test_settings_that_are_not_read_are_named(
+    method: str, settings: dict[str, Any], named: str
+) -> None:
+    given_all = {"quant_method": method, "bits": 4, "group_size": 128, **settings}
+    model_type = given_all.pop("model_type", "llama")
+    with pytest.raises(UnsupportedError, match=re.escape(named)):
+        stored_format({"model_type": model_type, "quantization_config": given_all})
+
+
+def test_an_adapter_trains_over_layers_that_are_quantized_in_part(
+    base: tuple[Any, Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    model, directory = base
+    skipped = ["lm_head", "layers.0.self_attn.v_proj", "model.layers.1.mlp"]
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stored = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, quantization_config=config, dtype=torch.float32
+        )
+    oracle.save_model(stored, tmp_path / "stored")
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in stored.named_modules():
+            if type(module).__module__.startswith("bitsandbytes."):
+                weight = bnb.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                expected.get_submodule(name).weight.copy_(weight)
+    models: dict[str | None, Any] = {None: expected}
+    for method in ("dora", "lora"):
+        models[method] = wrap(expected, CONFIGS["llama-biases"][method])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models[method].save_pretrained(tmp_path / method, save_embedding_layers=False)
+    adapters = {method: str(tmp_path / method) for method in ("dora", "lora")}
+    executor = pcg.compile(tmp_path / "stored", adapters)
+    check_batch(executor, models, "lora")

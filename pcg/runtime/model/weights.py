@@ -53,6 +53,10 @@ _OTHER_NAMES = (
     (".self_attn.sinks", ".self_attn.softmax_offset"),
 )
 """Parts of the model's names, and alternatives in checkpoints."""
+_QUANTIZED = (
+    "SCB", "qweight", "weight.absmax", "weight_packed", "weight_scale", "weight_scale_inv",
+)  # fmt: skip
+"""Suffixes of tensors that belong to a quantized matrix."""
 _OF_GATE_AND_UP = 4
 """Number of dims of experts' gate and up in graphs: [experts, 2, f, in]."""
 DTYPE_NAMES = {
@@ -110,6 +114,7 @@ class Weights(ABC):
                 damaged.
         """
         shape = tuple(shape)
+        self._check_float(name)
         stored_name = self._find(name)
         if stored_name is not None:
             self._check(name, stored_name, shape[::-1] if transposed else _stored(shape))
@@ -185,10 +190,26 @@ class Weights(ABC):
             )
             if parts is not None:
                 return parts
+        stored_name = self._find(name)
+        kind = "is missing" if stored_name is None else f"is in {self.index[stored_name].dtype}"
         raise WeightsError(
             f"{name} of {self.where} should be stored as {format_.name}, as its "
-            "quantization_config says, and has no such tensors; the files are of another checkpoint"
+            f"quantization_config says, and {kind} without the tensors of this format; name it "
+            "among the skipped modules (ignore, modules_to_not_convert, llm_int8_skip_modules), or "
+            "use the files of this checkpoint"
         )
+
+    def _check_float(self, name: str) -> None:
+        """Refuse a matrix that is stored quantized, and not declared so."""
+        for candidate in self._names(name) if self.config.get("quantization_config") else ():
+            module = candidate.removesuffix(".weight")
+            other = next((s for s in _QUANTIZED if f"{module}.{s}" in self.index), None)
+            if other is not None:
+                raise WeightsError(
+                    f"{name} of {self.where} is stored quantized ({module}.{other}), and its "
+                    "quantization_config skips it; remove it from the skipped modules (ignore, "
+                    "modules_to_not_convert, llm_int8_skip_modules)"
+                )
 
     def _has_part(self, module: str, suffix: str) -> bool:
         return f"{module}.{suffix}" in self.index
