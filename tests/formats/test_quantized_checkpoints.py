@@ -21,7 +21,7 @@ from pcg.errors import PcgError, UnsupportedError, WeightsError
 from pcg.formats.registry import FORMATS, stored_format
 from tests.formats.test_formats import dequantized, matrix, stored_matrix
 from tests.support import oracle
-from tests.support.command_line import assert_one_error, output_of, run
+from tests.support.command_line import ROOT, assert_one_error, output_of, run
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS, check_batch, wrap
 
@@ -308,3 +308,29 @@ def test_an_adapter_trains_over_layers_that_are_quantized_in_part(
     adapters = {method: str(tmp_path / method) for method in ("dora", "lora")}
     executor = pcg.compile(tmp_path / "stored", adapters)
     check_batch(executor, models, "lora")
+
+
+def test_the_documents_table_has_every_format() -> None:
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|`(\w+)`\|([\d.]+)\|([\w-]+)\|$", text, re.MULTILINE)
+    assert {name: (bits, layout) for name, bits, layout in rows} == {
+        name: (
+            f"{format_.size_bytes(4096, 4096) * 8 / 4096**2:.3f}",
+            format_.library or "none",
+        )
+        for name, format_ in FORMATS.items()
+        if not name.startswith("int4_") or name in ("int4_g128", "int4_g64", "int4_g32", "int4_row")
+    }
+
+
+def test_code_in_the_documents_section_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8").partition("## Quantized bases")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"pcg": pcg}
+    exec(compile(code, "models.md", "exec"), names)
+    loaded = pcg.compile("examples/checkpoint", quantization="int8_weight")
+    assert torch.equal(names["executor"].logits([IDS])[0], loaded.logits([IDS])[0])
