@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_gpt2_has_the_layout_of_bitsandbytes(name: str, tmp_path: Path) -> None:
 def test_a_model_is_written_in_several_files_with_its_tokenizer(
     base: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    _, directory = base
+    directory = shutil.copytree(base[1], tmp_path / "float")
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         if not (directory / name).exists():
             (directory / name).write_text("{}")
