@@ -589,7 +589,7 @@ class AsyncEngine:
         try:
             self._run_calls()
             if self._closing or self._rests:
-                self._deliver()
+                self._streams.deliver_all(self.watcher)
             else:
                 self._step()
             if self._jobs.running:
@@ -609,7 +609,9 @@ class AsyncEngine:
     def _run_calls(self) -> None:
         engine = self.engine
         try:
-            if engine.is_idle:
+            if self._failures:
+                pass  # a step first, for the results that the failed round left
+            elif engine.is_idle:
                 self._next_call(None).run()
             elif self._rests:
                 self._next_call(max(0.0, self._paused_until - time.monotonic())).run()
@@ -661,7 +663,8 @@ class AsyncEngine:
                 chunks = self.engine.step()
         self._latest_step_s = time.monotonic() - began
         self._step_began = None
-        self._streams.add(chunks, self.watcher)
+        self._streams.made += chunks  # before any call that may fail
+        self._streams.add_made(self.watcher)
         if not self._runs_ahead:
             self._deliver()
 

@@ -228,7 +228,9 @@ class RunningJobs:
             return
 
         def settle(begun: Future[None]) -> None:
-            if _pass_error(running, begun):
+            if begun.exception() is not None:
+                self._release(running)  # before the caller sees the error
+                _pass_error(running, begun)
                 with self._thread.asked(DropJob, job.name):
                     self._thread.engine.drop_job(job)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -74,6 +74,7 @@ class Streams:
     Attributes:
         open: streams of submitted requests, by the index of their chunks.
         arrivals: requests that wait for their tenant's turn.
+        made: chunks of a step that are not queued for delivery yet.
 
     Args:
         submit: submits a request with its arrival time, on the engine's thread; returns its id.
@@ -94,6 +95,7 @@ class Streams:
         self._submit = submit
         self._end = end
         self._wakes = Wakes()
+        self.made: deque[Chunk] = deque()
         self._undelivered: deque[Chunk] = deque()
 
     def __len__(self) -> int:
@@ -187,11 +189,17 @@ class Streams:
         if stream.is_cancelled:
             self._end_of(stream)
 
-    def add(self, chunks: Sequence[Chunk], watcher: Callable[[Wakes], None] | None) -> None:
+    def add_made(self, watcher: Callable[[Wakes], None] | None) -> None:
         """Queue the chunks of a step for delivery, after delivering earlier chunks."""
-        if self._undelivered or not chunks:
+        if self._undelivered or not self.made:
             self.deliver(watcher)
-        self._undelivered += chunks
+        while self.made:
+            self._undelivered.append(self.made.popleft())
+
+    def deliver_all(self, watcher: Callable[[Wakes], None] | None) -> None:
+        """Deliver the chunks of a step, and those that a failed round left."""
+        self.add_made(watcher)
+        self.deliver(watcher)
 
     def deliver(self, watcher: Callable[[Wakes], None] | None) -> None:
         """Give chunks to their streams, and wake their readers.
