@@ -39,7 +39,13 @@ FEW = 24
 STEPS = 1000
 DATA = [Example(ids, ids) for ids in ([5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5], [4] * 12)]
 OPTIONS: dict[str, Any] = {"max_steps": 2, "batch_size": 2, "learning_rate": 0.01}
-CALLED = ("Engine.step", "EngineLoop.step", "EngineLoop._isolating", "OpenRequests.take_chunks", "devices.py:on_device")
+CALLED = (
+    "Engine.step",
+    "EngineLoop.step",
+    "EngineLoop._isolating",
+    "OpenRequests.take_chunks",
+    "devices.py:on_device",
+)
 """What a caller of steps enters itself, whose errors are the caller's."""
 OF_THREAD = ("AsyncEngine._go_round", "Call.run", "_failing.<locals>.guarded")
 """What the thread enters before anything is tried."""
