@@ -56,7 +56,7 @@ IDENTITY = "identity.json"
 LOCK = "lock"
 KEPT = ("files", "jobs", "tinker")
 """Subfolders with the files and folders that rows of the database name."""
-_ENDED, _ENDING = "ended", "ending"
+_ENDED, _ENDING, _STARTING = "ended", "ending", "starting"
 _LOG = logging.getLogger("pcg.serve")
 
 Arguments = ParamSpec("Arguments")
@@ -86,6 +86,7 @@ class Store:
         self.database = Database(path, reserve)
         try:
             self.database.write(partial(_begin_log, folder=folder), may_use_reserve=True).result()
+            _say(folder, f"{os.getpid()} {_use_of(path)}")  # from now on its log is not empty
             self.discard(unnamed)
         except BaseException:
             self.database.close()
@@ -150,7 +151,8 @@ def open_database(folder: Path, *, is_checked: bool = True) -> sqlite3.Connectio
         if not is_file(path) or not path.stat().st_size:
             state = "is empty" if is_file(path) else "is missing"
             raise ServeError(f"{shown_path(path)} {state}, but {what} exists{fix}")
-    is_running = _owner(folder / LOCK) not in ("", _ENDED, _ENDING)
+    state, _, _ = _owner(folder / LOCK).partition(" ")
+    is_running = state not in ("", _ENDED, _ENDING, _STARTING)
     log, has_log = path.with_name(f"{DATABASE}-wal"), has_log_of(path)
     # On closing, the last connection removes the log and its index (-shm) together.
     if is_running and is_file(path.with_name(f"{DATABASE}-shm")) and not has_log:
@@ -246,6 +248,7 @@ def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
     Raises:
         ServeError: a newer pcg wrote it.
     """
+    _say(folder, f"{_STARTING} {_use_of(folder / DATABASE)}")  # a killed start leaves no log
     migrate(connection, folder)
     (folder / SUMS).unlink(missing_ok=True)  # valid only while no server uses the database
     row = connection.execute("SELECT id, is_written FROM identity").fetchone()
@@ -257,7 +260,7 @@ def begin_use(connection: sqlite3.Connection, folder: Path) -> None:
         connection.execute("UPDATE identity SET is_written = 1")
     connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    _say(folder, f"{os.getpid()} {_use_of(folder / DATABASE)}")
+    _say(folder, f"{_STARTING} {_use_of(folder / DATABASE)}")
 
 
 def write_identity(folder: Path, id: str) -> None:
@@ -270,7 +273,8 @@ def write_identity(folder: Path, id: str) -> None:
 
 def _begin_log(connection: sqlite3.Connection, folder: Path) -> None:
     """Forget completed removals. Always write, so that the log of a server in use is not empty."""
-    connection.execute("UPDATE identity SET is_written = 1")
+    # SQLite writes no page for an equal value; 1 and 2 are both true.
+    connection.execute("UPDATE identity SET is_written = 3 - is_written")
     gone = [path for path in recorded_removals(connection) if not (folder / path).exists()]
     forget_removals(connection, gone)
 

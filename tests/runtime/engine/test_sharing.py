@@ -72,7 +72,7 @@ def engine_of(executor: Executor, sharing: Sharing) -> Engine:
         SpatialSharing(0.3),
         pytest.param(SpatialSharing(0.9), marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["co-serving", "temporal-1", "temporal-5", "spatial-0.3", "spatial-0.9"],
 )
 def test_tokens_and_adapters_are_those_of_each_alone(sharing: Sharing) -> None:
     executor = make_executor()

@@ -1,7 +1,10 @@
 """What is in a data folder belongs together: absence refuses a start, and removes nothing."""
 
+import os
 import shutil
+import signal
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +137,48 @@ def test_the_log_of_a_killed_server_is_gone(tmp_path):
     (tmp_path / "elsewhere").rename(log)
     run("data", "check", tmp_path)
     fill(tmp_path)  # the check has closed the database in order
+
+
+def test_a_server_killed_at_any_line_of_its_start_starts_again(tmp_path):
+    """A child ends without a farewell at each line of the start, over a folder in use before."""
+    fill(tmp_path, "a")
+    with writer(tmp_path) as process:
+        process.stdout.readline()
+        process.kill()
+    line, is_left = 0, True
+    while is_left:
+        line += 3
+        is_left = killed_start(tmp_path, line)
+        assert contents(tmp_path / "files")
+    fill(tmp_path)
+    assert line > 100
+
+
+def killed_start(folder: Path, lines: int) -> bool:
+    """Start a store in a child that is killed after so many lines of the store's code."""
+    child = os.fork()
+    if not child:
+        left = lines
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if "/pcg/serve/store/" not in frame.f_code.co_filename:
+                return None
+            left -= event == "line"
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            open_store(folder).__enter__()
+        except BaseException as error:
+            print(f"after {lines} lines: {error}", file=sys.stderr)
+            os._exit(7)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, lines
+    return os.WIFSIGNALED(status)
 
 
 def test_a_flipped_bit_of_the_database(tmp_path):
