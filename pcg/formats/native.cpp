@@ -26,6 +26,7 @@ constexpr int kTile = 4;                 // rows, and tokens, whose sums are hel
 constexpr int64_t kBufferBytes = 1 << 18;  // of decoded rows, in a core's L2
 constexpr int kNestedBlock = 256;
 constexpr float kLeastStep = 1.17549435e-38f;
+constexpr int64_t kFewSteps = 10;        // `FEW_STEPS` of `pcg.formats.int8`
 
 struct Bf16 {
   uint16_t bits;
@@ -523,49 +524,100 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
 
 #ifdef __AVX512VNNI__
 
-// x in 8 bits with an offset of 128, and the step of each token.
+// x in 8 bits with an offset of 128, and the step of each row: the tokens, then the rests of some,
+// which add to the outputs of their owners.
 struct Rounded {
   const uint8_t* codes;
   const float* steps;
-  int64_t tokens, columns;
+  const int64_t* owners;  // of the rests
+  int64_t tokens, rests, columns;
 };
 
+// Rounds a row; returns the sum of the codes' magnitudes. With `whole_step` the row is what a
+// rounding by it left, whose codes are in `codes`.
 template <class E>
-void round_token(const E* x, int64_t columns, uint8_t* codes, float* step) {
+int64_t round_row(const E* x, int64_t columns, uint8_t* codes, float* step,
+                  const uint8_t* whole = nullptr, float whole_step = 0) {
+  const auto inputs = [&](int64_t i, __mmask16 some) {
+    const __m512 v = get(x + i, some);
+    if (!whole) return v;
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, whole + i));
+    const __m512 steps = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(128)));
+    return _mm512_maskz_sub_ps(some, v, _mm512_mul_ps(steps, _mm512_set1_ps(whole_step)));
+  };
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512 most = _mm512_setzero_ps();
   for (int64_t i = 0; i < columns; i += 16) {
-    const __m512i bits = words(get(x + i, first_lanes(columns - i)));
+    const __m512i bits = words(inputs(i, first_lanes(columns - i)));
     most = _mm512_max_ps(most, _mm512_castsi512_ps(_mm512_and_epi32(bits, magnitude)));
   }
   const float size = _mm512_reduce_max_ps(most) / 127;
   *step = size > kLeastStep ? size : kLeastStep;
   const __m512 divisor = _mm512_set1_ps(*step);
+  __m512i sum = _mm512_setzero_si512();
   for (int64_t i = 0; i < columns; i += 16) {
     const __mmask16 some = first_lanes(columns - i);
-    const __m512i steps = _mm512_cvtps_epi32(_mm512_div_ps(get(x + i, some), divisor));
+    const __m512i steps = _mm512_cvtps_epi32(_mm512_div_ps(inputs(i, some), divisor));
+    sum = _mm512_add_epi32(sum, _mm512_abs_epi32(steps));
     const __m512i code = _mm512_add_epi32(steps, _mm512_set1_epi32(128));
     _mm_mask_storeu_epi8(codes + i, some, _mm512_cvtepi32_epi8(code));
   }
+  return _mm512_reduce_add_epi32(sum);
 }
 
 template <class E>
 Rounded rounded_inputs(const E* x, int64_t x_stride, int64_t tokens, int64_t columns, int threads) {
-  uint8_t* codes = buffer<uint8_t, kInputs>(tokens * columns);
-  float* steps = buffer<float, kInputs>(tokens);
+  uint8_t* codes = buffer<uint8_t, kInputs>(2 * tokens * columns);
+  float* steps = buffer<float, kInputs>(2 * tokens);
+  int64_t* owners = buffer<int64_t, kInputs>(2 * tokens);
+  int64_t* sums = owners + tokens;
   by_blocks(tokens, 1, threads, [&](int64_t t, int64_t) {
-    round_token(x + t * x_stride, columns, codes + t * columns, steps + t);
+    sums[t] = round_row(x + t * x_stride, columns, codes + t * columns, steps + t);
   });
-  return {codes, steps, tokens, columns};
+  int64_t rests = 0;
+  for (int64_t t = 0; t < tokens; t++)
+    if (sums[t] < kFewSteps * columns) owners[rests++] = t;
+  by_blocks(rests, 1, threads, [&](int64_t r, int64_t) {
+    const int64_t t = owners[r], row = tokens + r;
+    round_row(x + t * x_stride, columns, codes + row * columns, steps + row, codes + t * columns,
+              steps[t]);
+  });
+  return {codes, steps, owners, tokens, rests, columns};
+}
+
+inline float wide(float number) { return number; }
+inline float wide(Bf16 number) {
+  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// Writes the sums of some rows to y, and adds those of rests.
+template <class E>
+void put_or_add(E* y, int64_t y_stride, const Rounded& x, int64_t rows, int64_t t, int64_t some,
+                __m512 sums) {
+  float numbers[16];
+  _mm512_storeu_ps(numbers, sums);
+  for (int64_t i = 0; i < some; i++) {
+    const bool is_rest = t + i >= x.tokens;
+    E* out = y + (is_rest ? x.owners[t + i - x.tokens] : t + i) * y_stride;
+    float* row = numbers + i * kTile;
+    for (int64_t n = 0; is_rest && n < rows; n++) row[n] = wide(out[n]) + row[n];
+    E written[16];
+    put(written, _mm512_castps128_ps512(_mm_loadu_ps(row)));
+    std::memcpy(out, written, rows * sizeof(E));
+  }
 }
 
 template <class E>
 void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride, int threads) {
   const int32_t* sums_of_codes = at<int32_t>(m.sums);
   const float* scales = at<float>(m.scales);
-  by_blocks(m.rows, rows_at_once(x.tokens, m.columns), threads, [&](int64_t start, int64_t stop) {
+  const int64_t rounded = x.tokens + x.rests;
+  by_blocks(m.rows, rows_at_once(rounded, m.columns), threads, [&](int64_t start, int64_t stop) {
     const uint8_t* w = at<uint8_t>(m.codes) + start * m.row_bytes;
-    multiply_rows(w, m.row_bytes, stop - start, x.codes, x.columns, x.tokens, m.columns,
+    multiply_rows(w, m.row_bytes, stop - start, x.codes, x.columns, rounded, m.columns,
                   [&](int64_t n, int64_t rows, int64_t t, int64_t some, __m512 sums) {
       const int64_t row = start + n;
       const __mmask16 all = first_lanes(rows);
@@ -578,8 +630,12 @@ void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride
       const __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(steps));
       const __m512 step = _mm512_permutexvar_ps(by_token, four);
       const __m512 scale = _mm512_broadcast_f32x4(_mm_maskz_loadu_ps(all, scales + row));
-      put_sums(y + t * y_stride + row, y_stride, rows, some,
-               _mm512_mul_ps(_mm512_mul_ps(products, step), scale));
+      const __m512 outputs = _mm512_mul_ps(_mm512_mul_ps(products, step), scale);
+      if (t + some <= x.tokens) {
+        put_sums(y + t * y_stride + row, y_stride, rows, some, outputs);
+      } else {
+        put_or_add(y + row, y_stride, x, rows, t, some, outputs);
+      }
     });
   });
 }
