@@ -6,7 +6,7 @@
     tensor     name · number of dims u32 · sizes u64, innermost first · type u32 · offset u64
     data       from the next multiple of general.alignment
 
-Source: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+Source: github.com/ggml-org/ggml, the format's specification, versions 2 and 3.
 """
 
 from __future__ import annotations
