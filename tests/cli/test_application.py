@@ -117,6 +117,8 @@ def test_models():
 
 def test_doctor():
     report = json.loads(output_of("doctor", "--json"))
+    assert report["product_ms"].keys() == {"float32", "bfloat16", "int8", "nf4"}
+    assert all(ms > 0 for times in report["product_ms"].values() for ms in times.values())
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {package["name"] for package in report["packages"]} >= {"torch", "transformers"}
     assert report["cpu"]["cores"] >= 1
