@@ -1,24 +1,23 @@
 """Windows of a training pass: tokens of its sequences, their loss, and the order of the backward.
 
 Sequences. The tokens of all sequences are concatenated; a window is any number of the next tokens.
-Ranks that share the tokens each have a window of their own pieces.
+If ranks share the tokens of a pass, each rank runs its own pieces as the only window.
 
 Loss chunks. The loss of target tokens is computed in chunks, so that logits never exist for all
 tokens. The host knows which tokens have a target, so that no chunk waits for the device. If ranks
 hold parts of the tokens, each rank adds the same number of its own rows to a chunk, so that no row
-moves between ranks: after a rank's last target, its rows are padded.
+moves between ranks. The rows of a rank without further targets are padded.
 
-Backward. A single stage runs all windows, from the last, through a layer before the layer below, so
-that the sums of dK and dV exist for a single layer at a time. Each of several pipeline stages runs
-a window through all of its layers, and then the window before it, while the stage below continues
-with the first window. In a turn each stage runs a layer, or waits:
+Backward. A single stage runs all windows through a layer, the last window first, before the layer
+below, so that the sums of dK and dV exist for a single layer at a time. With several pipeline
+stages, a stage runs a window through all of the stage's layers, sends the gradients to the stage
+below, and then runs the preceding window. In a turn each stage runs a layer of a window, or waits:
 
     2 stages of 2 layers, 3 windows    turn     0   1   2   3   4   5   6   7
                                        last     w2  w2  w1  w1  w0  w0
                                        first            w2  w2  w1  w1  w0  w0
 
-Later windows run through a layer before earlier windows, so that in both orders the sums of dK and
-dV of a window's own tokens are final.
+In both orders a layer runs later windows first: their queries add to dK and dV of earlier tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from pcg.runtime.training.recorded.window_graphs import WindowSlot
 
 
 class HasTokens(Protocol):
-    """A sequence of a pass: its tokens, without virtual tokens."""
+    """A sequence of a pass; `ids` has no virtual tokens."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -57,11 +56,12 @@ class Window:
     """Consecutive tokens of a pass.
 
     Attributes:
-        targets: the target of each token, [T], on the host.
+        targets: the target of each token, [T], on the host; negative for none.
         end: number of tokens of the pass up to the window's end.
-        carried: the inputs of the next layer or, after the last layer, of the loss.
+        carried, shared: the inputs of the next layer to run or, after the last layer, of the loss:
+            outputs of the previous layer, and values that all layers read.
         saved: tensors saved for backward, by layer.
-        gradients: gradients of the outputs of the next layer in the backward.
+        gradients: gradients with respect to the outputs of the next layer to run backward.
         slot: the window's graphs; None if the window runs eagerly.
     """
 
@@ -77,7 +77,7 @@ class Window:
 
 @dataclass(frozen=True)
 class PassSequence:
-    """A sequence: tokens with virtual tokens first, targets, pages, and a number for dropout."""
+    """A sequence: ids and targets, virtual tokens first; pages; index, for dropout."""
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -105,12 +105,12 @@ class PassSequences:
 
     @property
     def most_tokens(self) -> int:
-        """The maximum number of tokens of a rank, for which all ranks plan."""
+        """The largest number of tokens on a rank; all ranks plan memory for this number."""
         return self.tokens if self.parts is None else self.parts.rows
 
     @property
     def row(self) -> int:
-        """Mean number of tokens of a sequence."""
+        """Mean number of tokens of a sequence, at least 1."""
         return max(self.tokens // max(len(self._sequences), 1), 1)
 
     @property
@@ -120,11 +120,11 @@ class PassSequences:
         return sum(target >= 0 for target in targets)
 
     def context(self, begin: int) -> int:
-        """Return the number of tokens before a token of the pass in its sequence."""
+        """Return the position of the pass's token `begin` in its sequence."""
         return begin - max(origin for origin in self._origins if origin <= begin)
 
     def window(self, begin: int, end: int) -> tuple[list[Span], list[int], list[int]]:
-        """Return spans, ids and targets of the tokens [begin, end)."""
+        """Return spans, ids and targets of tokens [begin, end); with `parts`, of this rank's."""
         spans, ids, targets = list[Span](), list[int](), list[int]()
         parts = self.parts
         is_spare = parts is not None and parts.is_spare
@@ -152,9 +152,9 @@ class LossChunk:
     """Target tokens of a batch.
 
     Attributes:
-        rows: indices of the tokens, [tokens], in the order of the ranks that hold them.
-        own_rows: this rank's rows of the chunk, as indices into this rank's tokens.
-        count: number of this rank's rows, including padding; all tokens if each rank holds all.
+        rows: indices of the tokens, [tokens], in order of rank if ranks hold parts; with padding.
+        own_rows: the indices of this rank's rows into this rank's tokens, without padding.
+        count: number of this rank's rows, with padding; all rows if each rank holds all tokens.
     """
 
     rows: Tensor
@@ -167,7 +167,7 @@ class LossChunk:
         return x[self.rows]
 
     def of_own(self, x: Tensor) -> Tensor:
-        """Return the chunk's part of this rank's tensor: [count, …]; padded rows are zeros."""
+        """Return the chunk's rows of this rank's tensor: [count, …]; padding is zero."""
         if len(self.own_rows) == self.count:
             return x[self.own_rows]
         part = x.new_zeros(self.count, *x.shape[1:])
@@ -199,7 +199,7 @@ class LossChunks:
         return sum(map(len, self._own))
 
     def take(self, size: int) -> LossChunk:
-        """Return and remove the next chunk: up to `size` tokens, at least 1 of each rank."""
+        """Remove and return the next chunk: up to max(1, size // parts) tokens of each part."""
         each = max(1, size // len(self._own))
         taken = [rows_left[:each] for rows_left in self._own]
         self._own = [rows_left[each:] for rows_left in self._own]
@@ -220,9 +220,9 @@ class WindowLoss:
 
     Attributes:
         targets: the target of each token, [T], on the host; negative for none.
-        weight: the weight of each token's loss; None for no gradients.
+        weight: the factor of all losses in the gradients; None for no gradients.
         gradients: the gradient of each carried value; empty without gradients.
-        slopes: the weight of each token's loss, [T], on the device; None to use `weight`.
+        slopes: a factor for each token, [T], on the device, instead of `weight`; or None.
         losses: output for each token's loss, [T], on the device; None to compute only the sum.
         first: for second and further targets of the tokens, the window with the first targets, to
             whose gradients this window adds its own; None otherwise.
@@ -262,9 +262,8 @@ class PassLoss:
     Attributes:
         windows: the windows in order of computation; windows of further targets follow windows of
             first targets.
-        total: the sum of the losses, fp64, on the device; complete once `left` is 0.
-        left: number of remaining tokens; of a started chunk, in proportion. At least 1 before the
-            end.
+        total: the sum of the unweighted losses, fp64, on the device; complete once `left` is 0.
+        left: remaining target tokens, at least 1 before the end; a started chunk counts in part.
     """
 
     def __init__(self, program: ComputesLoss, windows: Sequence[WindowLoss]) -> None:
@@ -292,6 +291,7 @@ class PassLoss:
         return sum(chunks.left for chunks in self._chunks)
 
     def run(self, tokens: int) -> None:
+        """Compute the loss of about `tokens` target tokens."""
         while tokens > 0 and self.left:
             if self._running is None:
                 most = self._program.loss_chunk
@@ -309,7 +309,7 @@ class PassLoss:
             if chunks.left and size > 0:
                 taken = self._program.loss_tokens(size, chunks.left)
                 chunk = chunks.take(taken)
-                # A smaller chunk has the size of a graph: leave the rest for the next chunk.
+                # A `taken` below both is the size of a recorded graph: the chunk ends here.
                 size -= len(chunk.rows) if taken >= min(size, chunks.left) else size
                 self._numbers += len(chunk.rows) * self._each
                 functions.append(self._program.loss(window, chunk))
@@ -338,14 +338,14 @@ class Turn(NamedTuple):
 
 
 def layers_back(stages: Stages, first: int) -> list[range]:
-    """Return the layers from `first` on, by stage, the last stage first."""
+    """Return the layers from `first` on, by stage, the last stage first; omit empty stages."""
     of_stages = (stages[index].layers for index in reversed(range(stages.count)))
     layers = (range(max(x.start, first), x.stop) for x in of_stages)
     return [layer for layer in layers if layer]
 
 
 class BackwardOrder:
-    """The turns of a backward, equal on all stages; `number` counts completed turns."""
+    """The turns of a backward, equal on all stages. The caller increments `number` after a turn."""
 
     def __init__(self, stages: Stages, stage: Stage, first: int, windows: int) -> None:
         """Create the order before the first turn; `first` is the first layer with a backward."""
@@ -379,34 +379,34 @@ class BackwardOrder:
 
     @property
     def turn(self) -> Turn | None:
-        """The stage's next layer and window; None if it waits."""
+        """The stage's next layer and window; None if the stage waits."""
         return self._turn(self._depth)
 
     @property
     def is_sent(self) -> bool:
-        """True if the stage sends the gradients of this turn to the stage below."""
+        """True if the stage sends the gradients of the next turn to the stage below."""
         return self._leaves(self._depth)
 
     @property
     def arriving(self) -> int | None:
-        """The window that arrives from the stage above at the end of this turn."""
+        """The window whose gradients arrive from the stage above at the end of the next turn."""
         above = self._turn(self._depth - 1)
         return above.window if above is not None and self._leaves(self._depth - 1) else None
 
     @property
     def under_way(self) -> list[int]:
-        """The windows that any stage runs next."""
+        """The windows that the stages run in the next turn."""
         return [turn.window for turn in self._turns[self.number] if turn is not None]
 
     @property
     def left(self) -> int:
-        """The number of remaining layers of a window in its stage; over stages, the maximum."""
+        """Number of layers from a stage's first to its next layer, inclusive; stages' maximum."""
         turns = zip(self._turns[self.number], self._starts, strict=False)
         return max(turn.layer - start + 1 for turn, start in turns if turn is not None)
 
     @property
     def ends_window(self) -> bool:
-        """True if a window runs through its last layer next."""
+        """True if the next turn completes the backward of a window."""
         below = self._turn(len(self._layers) - 1)
         return below is not None and below.layer == self._layers[-1].start
 
