@@ -99,9 +99,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         r"'lama' comes with code of its own \(auto_map\)",
     ),
     "quantized": (
-        {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+        {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "hqq"}},
         UnsupportedError,
-        r"this llama is quantized .*gptq",
+        r"quantized by hqq .*use one of",
     ),
     "bad configuration": (
         {**SMALL, "model_type": "llama", "num_attention_heads": 5},
