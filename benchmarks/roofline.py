@@ -322,33 +322,16 @@ STEPS: Mapping[str, Callable[[Mapping[str, Any], Sizes, int, Count], list[Launch
 # -------------------------------------------------------------------------------------- processes
 
 
-class _Driver:
-    """A GPU as Triton asks for it."""
-
-    def __init__(self, architecture: int) -> None:
-        self._architecture = architecture
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._architecture, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def launches(step: str, adapters: int, layers: int) -> list[Launch]:
     """Return the launches of a step of a model with so many layers, in a process of its own."""
     from triton.runtime import driver
 
     from tests.support.interpreter.device_tensors import DeviceTensor
+    from tests.support.interpreter.launched import GpuDriver
     from tests.support.interpreter.stand_in import tensors_on_cuda
     from tests.support.interpreter.streams import ORDER
 
-    driver.set_active(_Driver(H200.architecture))
+    driver.set_active(GpuDriver(H200.architecture))
     ORDER.is_watched = False
     capability = divmod(H200.architecture, 10)
     properties = SimpleNamespace(

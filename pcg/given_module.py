@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pcg.errors import LogitsError, TraceError, UnsupportedError
 from pcg.source import ModelSource, resolve
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 VERIFIED_PARAMETERS = 2_000_000_000
 """Maximum number of parameters of modules that are verified by default; it takes a forward pass."""
 
-_TOKENS, _DECODED = 24, 3
+_TOKENS, _DECODED, _FAR_TOKENS = 24, 3, 2048
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
 """Relative error of a token's logits that rounding explains, by the coarsest dtype."""
 
@@ -60,7 +61,8 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     """Compare an executor with its module, which runs its own attention.
 
     Compares logits of one token, of a few and of fewer than a window, where transformers passes no
-    mask to the module's code, and then greedily decoded tokens.
+    mask to the module's code, and then greedily decoded tokens. A module that makes a mask of
+    numbers itself is also compared far from the first token.
 
     Raises:
         LogitsError: they differ by more than rounding.
@@ -72,8 +74,10 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     dtypes = [first.dtype, getattr(torch, executor.state.program.options.dtype or "float32")]
     allowed = max(_TOLERANCES[dtype] for dtype in dtypes)
 
+    masks = _OwnMasks()
+
     def expected(tokens: list[int]) -> Tensor:
-        with with_attention(model, None):
+        with with_attention(model, None), masks:
             logits = _logits(model, torch.tensor(tokens, device=first.device))
         if not logits.isfinite().any():
             raise LogitsError(
@@ -91,11 +95,21 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     windows = {window for node in attentions if isinstance(window := node.attribute("window"), int)}
     shorter = sorted(window - 1 for window in windows if 2 < window <= _TOKENS)
     for tokens in (ids, ids[:1], *(ids[:count] for count in shorter)):
-        error = _relative_error(executor.logits(tokens).cpu().double(), expected(tokens))
+        logits = expected(tokens)
+        error = _relative_error(executor.logits(tokens).cpu().double(), logits)
         if error > allowed:
             raise _is_another(
                 name, f"logits of {len(tokens)} tokens are off by {error:.1e} of their size"
             )
+    # The trace always has a mask, and the module may make one where it is given none.
+    if masks.are_numbers and not any(node.get("alibi") for node in attentions):
+        far = min(executor.state.max_positions or _FAR_TOKENS, _FAR_TOKENS)
+        tokens = (ids * -(-far // _TOKENS))[:far]
+        error = _relative_error(executor.logits(tokens).cpu().double(), expected(tokens))
+        if error > allowed:
+            raise _is_another(name, f"logits of {far} tokens are off by {error:.1e} of their size")
+    if logits.shape[-1] > vocabulary:
+        return  # a decoded token may have no embedding
     try:
         (output,) = executor.generate([ids], max_new_tokens=_DECODED, ignore_eos=True)
     except UnsupportedError:  # no attention, or no kernel of its size; an engine reports it
@@ -108,6 +122,27 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
         raise _is_another(
             name, f"greedy tokens have logits {float(short.max()):.1e} below the best"
         )
+
+
+class _OwnMasks(TorchFunctionMode):
+    """Notes whether PyTorch's attention is given a mask of numbers.
+
+    Attributes:
+        are_numbers: True if a mask was in floating point, which transformers' SDPA masks are not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_numbers = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            self.are_numbers |= mask is not None and mask.is_floating_point()
+        return func(*args, **kwargs)
 
 
 def _is_another(name: str, how: str) -> LogitsError:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import WeightsError
-from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix
+from pcg.formats.format import Format, Layout, Lookup, Parts, Span, StoredMatrix, write_scaled
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -81,13 +81,8 @@ class Blocks4(Format):
 
     def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         codes = parts["codes"][start:stop]
-        wide = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
         pairs = _pairs(self._code_name, codes.device)
-        torch.index_select(pairs, 0, codes.flatten().int(), out=wide.view(-1, 2))
-        blocks = wide.view(stop - start, -1, _BLOCK)
-        blocks.mul_(self._scales(parts, start, stop).unsqueeze(-1))
-        if wide is not out:
-            out.copy_(wide)
+        write_scaled(codes, pairs, self._scales(parts, start, stop), out)
 
     def _scales(self, parts: Parts, start: int, stop: int) -> Tensor:
         scales, facts = parts["scales"][start:stop], parts.facts

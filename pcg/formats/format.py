@@ -295,6 +295,21 @@ def _described(lookup: Lookup) -> native.Matrix | None:
     )
 
 
+def write_scaled(codes: Tensor, pairs: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the two weights of each byte of codes, times their block's scale, into `out`.
+
+    Args:
+        codes: [rows, columns / 2], uint8.
+        pairs: the weights of each byte before the scale, [256, 2], fp32.
+        scales: [rows, blocks], fp32.
+    """
+    wide = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    torch.index_select(pairs, 0, codes.flatten().int(), out=wide.view(-1, 2))
+    wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+    if wide is not out:
+        out.copy_(wide)
+
+
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.by_kind: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -24,6 +24,7 @@ from pcg.formats.format import (
     Span,
     StoredMatrix,
     compressed_settings,
+    write_scaled,
 )
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -76,12 +77,7 @@ class Fp4(Format):
 
     def dequantize(self, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         codes = parts["codes"][start:stop]
-        wide = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        torch.index_select(_pairs(codes.device), 0, codes.flatten().int(), out=wide.view(-1, 2))
-        factors = self._factors(parts, start, stop)
-        wide.view(*factors.shape, self.column_block).mul_(factors.unsqueeze(-1))
-        if wide is not out:
-            out.copy_(wide)
+        write_scaled(codes, _pairs(codes.device), self._factors(parts, start, stop), out)
 
     def _factors(self, parts: Parts, start: int, stop: int) -> Tensor:
         scales = parts["scales"][start:stop]

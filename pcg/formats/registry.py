@@ -57,7 +57,9 @@ FORMATS: Mapping[str, Format] = _Formats({format_.name: format_ for format_ in _
 def find_format(name: str) -> Format:
     """Return the format of a name. UnsupportedError: there is none; names the known."""
     if name not in FORMATS:
-        raise UnsupportedError(f"quantization={name!r}; use one of {', '.join(FORMATS)}")
+        raise UnsupportedError(
+            f"no weight format is named {name!r}; use one of {', '.join(FORMATS)}"
+        )
     return FORMATS[name]
 
 

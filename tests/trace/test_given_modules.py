@@ -466,6 +466,16 @@ def on_layers(change: Callable[[Any], Any]) -> Change:
     return lambda model: change(model.model.layers)
 
 
+def far_bias(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Make a mask where there is none, with a bias of keys that are 41 tokens before or more."""
+    if arguments["attention_mask"] is not None:
+        return {}
+    places = torch.arange(arguments["hidden_states"].shape[1])
+    distance = places[:, None] - places
+    causal = torch.zeros(distance.shape).masked_fill(distance < 0, -torch.inf)
+    return {"attention_mask": (causal - 3.0 * (distance > 40))[None, None]}
+
+
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "a mask where transformers has none": ("mistral-window", mask_of_zeros, "logits of"),
     "a mask of its own": ("llama3", mask_of_zeros, "attention"),
@@ -552,6 +562,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "llama3",
         on_layers(lambda layers: behind(layers[0], lambda out: out + torch.randn_like(out))),
         "randn_like",
+    ),
+    "a bias of its own far from the first token": (
+        "llama3",
+        on_layers(lambda layers: before(layers[1].self_attn, far_bias)),
+        r"not the LlamaForCausalLM that was given: its logits of 64 tokens",
     ),
     "a count of calls": ("llama3", count_of_calls, "computes something else where gradients are"),
     "another program while it is exported": (

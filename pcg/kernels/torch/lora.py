@@ -15,7 +15,7 @@ from torch import Tensor
 from pcg.kernels.batch import JoinedLora, LoraRun, ProgramBatch, Segments
 from pcg.kernels.sgmv import add_lora_of_few
 from pcg.kernels.torch.collectives import own_part
-from pcg.kernels.torch.products import has_stand_in, linear, stand_in_of
+from pcg.kernels.torch.products import has_stand_in, is_remote, linear, stand_in_of
 from pcg.peft.weights import AdapterWeight
 
 
@@ -234,12 +234,13 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
 
 def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
     """||W + scale · B A|| of each output, [out], in A's dtype."""
-    if has_stand_in(weight):
+    if is_remote(weight):
         return stand_in_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
     if b.weight.device.type != "cpu" or b.weight.is_inference() or a.weight.is_inference():
         return _column_norm(weight, a, b)  # a recorded step has to compute it each time
     # All windows of a pass have the same norm, which takes as long as 100 tokens of a layer.
-    places = [tensor.data_ptr() for tensor in (weight, a.weight, b.weight)]
+    place = stand_in_of(weight) if has_stand_in(weight) else weight.data_ptr()
+    places = place, a.weight.data_ptr(), b.weight.data_ptr()
     of = (*places, a.weight._version, b.weight._version, b.scale)
     kept: tuple[object, Tensor] | None = getattr(b.weight, "column_norm", None)
     if kept is None or kept[0] != of:
@@ -249,6 +250,8 @@ def column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
 
 
 def _column_norm(weight: Tensor, a: AdapterWeight, b: AdapterWeight) -> Tensor:
+    if has_stand_in(weight):
+        return stand_in_of(weight).adapted_lengths(a.weight, b.weight, b.scale)
     norm: Tensor = torch.linalg.vector_norm(_adapted(weight, a, b), dim=1)
     return norm
 

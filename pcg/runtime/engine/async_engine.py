@@ -608,14 +608,13 @@ class AsyncEngine:
 
     def _run_calls(self) -> None:
         engine = self.engine
+        waits = not self._failures  # else a step delivers what the failed round left
         try:
-            if self._failures:
-                pass  # a step first, for the results that the failed round left
-            elif engine.is_idle:
+            if waits and engine.is_idle:
                 self._next_call(None).run()
-            elif self._rests:
+            elif waits and self._rests:
                 self._next_call(max(0.0, self._paused_until - time.monotonic())).run()
-            elif not engine.worked:
+            elif waits and not engine.worked:
                 self._next_call(_BLOCKED_S).run()
             until = time.monotonic() + self._calls_s
             while self._rests or time.monotonic() < until:
