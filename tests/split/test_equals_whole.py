@@ -14,6 +14,8 @@ import pytest
 import pcg
 from pcg.passes.placement import exact_cut
 from pcg.runtime.data.example import Example
+from pcg.split.base import base_loop
+from pcg.split.base.queues import Choice, Lockstep
 from pcg.split.client.connect import connect
 from pcg.split.client.noise import Privacy
 from tests.support import oracle
@@ -128,8 +130,11 @@ def test_tokens_gradients_and_adapters_are_equal(monkeypatch, family, way, metho
 
 
 @pytest.mark.parametrize("behind_noise", ["", pytest.param("ia3", marks=pytest.mark.slow)])
-def test_clients_at_once_train_as_if_each_were_alone(behind_noise):
-    """Requests that come together run as one; those behind noise have a dtype of their own."""
+def test_clients_at_once_train_as_if_each_were_alone(behind_noise, monkeypatch):
+    """Requests that come together run as one; those behind noise have a dtype of their own.
+
+    The clients begin at the same piece and are waited for, so they meet however slow the machine.
+    """
     whole, methods = undivided("llama3", 2), ["lora", "ia3", "dora"]
     rows = [Example(one, one) for one in prompts([9, 5, 7])]
     job = {"max_steps": 3, "batch_size": 2, "learning_rate": 1e-2}
@@ -139,8 +144,19 @@ def test_clients_at_once_train_as_if_each_were_alone(behind_noise):
         whole.finetune(rows, adapter=name, **job)
         wanted[name] = whole.adapters[name].tensors
         whole.remove_adapter(name)
+    choose, training, met = Lockstep.choose, threading.Event(), threading.Event()
+
+    def choose_once_all_train(policy, queues, active, now_s):
+        if training.is_set() and len(queues.clients) == len(methods):
+            met.set()
+        if training.is_set() and not met.is_set():
+            return Choice(wait_s=0.01)
+        return choose(policy, queues, active, now_s)
+
+    monkeypatch.setattr(base_loop, "_ACTIVE_S", 120.0)
+    monkeypatch.setattr(Lockstep, "choose", choose_once_all_train)
     with running_base(whole, policy="lockstep") as base:
-        barrier = threading.Barrier(len(methods))
+        barrier = threading.Barrier(len(methods), action=training.set)
 
         def train(name):
             privacy = Privacy("base", pool=8, uses=50) if name == behind_noise else None

@@ -286,6 +286,13 @@ def untied_head(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(0.05 * torch.randn(model.lm_head.weight.shape))
 
 
+def logits_without_an_embedding(model: Any) -> None:
+    """A greedy token of such logits is an IndexError of transformers."""
+    vocabulary, hidden = model.lm_head.weight.shape
+    model.lm_head = nn.Linear(hidden, vocabulary + 8, bias=False)
+    model.lm_head.weight.data[vocabulary:] *= 100
+
+
 def gradients_that_are_cut(model: Any) -> None:
     behind(model.model.layers[1], lambda out, given: out + given.detach())
     mlp = model.model.layers[2].mlp
@@ -322,6 +329,7 @@ COMPILED: tuple[tuple[Change, str, tuple[str, ...]], ...] = (
     (orders_of_layers, "llama3", ()),
     (tied_layers, "llama3", ()),
     (untied_head, "llama3.2", ()),
+    (logits_without_an_embedding, "llama3", ()),
     (gradients_that_are_cut, "llama3", ()),
     (weight_norms, "llama3", tuple(WEIGHT_NORMS)),
 )
