@@ -1,15 +1,16 @@
 """Native libraries, compiled where they run.
 
 A library is compiled once for each user and kind of machine, into the user's cache. Its file name
-has the digest of all that it depends on: its source, the flags, the compiler, and the processor's
-features. It is compiled under another name and renamed, so that processes that start together
-never load a part of it. The folder is the user's, and nobody else may write there.
+has the digest of all that it depends on: its source and headers, the flags, the compiler, and the
+processor's features. It is compiled under another name and renamed, so that processes that start
+together never load a part of it. The folder is the user's, and nobody else may write there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from pcg.errors import UnsupportedError
 from pcg.files import cache_folder
 
+_LOG = logging.getLogger("pcg.kernels")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi")
 _THREADS = ("-fopenmp",)
@@ -45,6 +47,23 @@ def load(source: Path, *flags: str) -> ctypes.CDLL:
         return _library(source, folder, compiler, (*_FLAGS, *flags, *_THREADS))
     except UnsupportedError:
         return _library(source, folder, compiler, (*_FLAGS, *flags))
+
+
+def load_optional(source: Path, purpose: str, *flags: str) -> ctypes.CDLL | None:
+    """Load a library as `load` does; log that PyTorch replaces it where it cannot be compiled.
+
+    Args:
+        purpose: the computation, as the subject of the log's sentence.
+    """
+    try:
+        return load(source, *flags)
+    except UnsupportedError as error:
+        _LOG.warning(
+            "%s run by PyTorch, slower and as right, as the native kernel cannot be compiled: %s",
+            purpose,
+            error,
+        )
+        return None
 
 
 def _compiler() -> Path:
@@ -101,7 +120,8 @@ def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
     version = compiler.stat()
     known = (flags, str(compiler), version.st_size, version.st_mtime_ns, platform.machine())
     content = repr((*known, _processor())).encode() + source.read_bytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+    headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
+    return hashlib.sha256(content + headers).hexdigest()[:16]
 
 
 def _processor() -> str:

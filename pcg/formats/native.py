@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -27,10 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.errors import UnsupportedError
-from pcg.native_library import load
+from pcg.native_library import load_optional
 
-_LOG = logging.getLogger("pcg.kernels")
 _SOURCE = Path(__file__).with_name("native.cpp")
 _INT, _ADDRESS, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -57,14 +54,8 @@ class Kind(IntEnum):
 @functools.cache
 def _library() -> Any:
     """Return the library; None where it cannot be compiled, which is logged once."""
-    try:
-        library = load(_SOURCE, "-ffp-contract=off")
-    except UnsupportedError as error:
-        _LOG.warning(
-            "products by quantized weights run by PyTorch, slower and as right, as the native "
-            "kernel cannot be compiled: %s",
-            error,
-        )
+    library = load_optional(_SOURCE, "products by quantized weights", "-ffp-contract=off")
+    if library is None:
         return None
     library.pcg_multiply.argtypes = (
         _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG, _FLAG,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pcg.kernels.devices import uploaded
@@ -309,6 +310,19 @@ class DecodeGroup:
     rows: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The cache rows that single new tokens attend to, as the native kernel reads them.
+
+    Attributes:
+        numbers: [count, 4] of token, rows, first span and spans; then [spans, 2] of row and rows.
+        count: number of sequences.
+    """
+
+    numbers: NDArray[np.int64]
+    count: int
+
+
 @dataclass(frozen=True)
 class StepTokens:
     """The tokens of a step that may be recorded, by sequence.
@@ -407,6 +421,9 @@ class ProgramBatch(Protocol):
 
     def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
         """The spans of a single token, in groups; `window` limits the rows attended to, or 0."""
+
+    def decode_rows(self, window: int) -> DecodeRows:
+        """The rows of the spans of a single token; `window` as for `decode_groups`."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
         """Parts that cover all tokens in order, equal for each call; none without dropout."""

@@ -11,25 +11,15 @@
 #include <cstring>
 #include <type_traits>
 
+#include "vectors.h"
+
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kUnroll = 4;
 constexpr int64_t kStep = kLanes * kUnroll;
 constexpr int64_t kHeld = 16384;  // numbers of s that are held at a time
 constexpr int kSums = 8192;     // sums of y that are held at a time
 constexpr int kAhead = 8192;    // bytes; of half that, bf16 is read 10 % slower
-constexpr int kLine = 64;       // bytes of a cache line
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef float Floats8 __attribute__((vector_size(32)));
-typedef float Floats4 __attribute__((vector_size(16)));
-
-struct Bf16 {
-  uint16_t bits;
-};
 
 // B of one output, stored as [slots, rank, out]; strides count elements.
 struct Part {
@@ -46,57 +36,13 @@ struct Segment {
   int64_t first, stop, slot;
 };
 
-template <int N>
-using Count = std::integral_constant<int, N>;
-
-inline Floats load(const float* p) {
-  Floats v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-inline Floats load(const Bf16* p) {
-  Halves halves;
-  std::memcpy(&halves, p, sizeof halves);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats v;
-  std::memcpy(&v, &words, sizeof v);
-  return v;
-}
-
-inline float widened(float v) { return v; }
-
-inline float widened(Bf16 v) {
-  const uint32_t word = static_cast<uint32_t>(v.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &word, sizeof wide);
-  return wide;
-}
-
 inline void add(float* y, float z) { *y += z; }
 
-// Rounds to the nearest, ties to even, as torch does; NaN stays NaN.
-inline void add(Bf16* y, float z) {
-  const float sum = widened(*y) + z;
-  uint32_t word;
-  std::memcpy(&word, &sum, sizeof word);
-  const bool is_nan = sum != sum;
-  y->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-}
+inline void add(Bf16* y, float z) { *y = rounded<Bf16>(widened(*y) + z); }
 
 inline void add_to(float* sums, Floats v) {
   v += load(sums);
   std::memcpy(sums, &v, sizeof v);
-}
-
-inline float total(Floats v) {
-  Floats8 eight[2];
-  std::memcpy(eight, &v, sizeof eight);
-  eight[0] += eight[1];
-  Floats4 four[2];
-  std::memcpy(four, eight, sizeof four);
-  four[0] += four[1];
-  return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
 // Of weights that are read once: kept out of the outer caches, fp32 is read 8 % faster.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import JoinedLora, Segments, once
-from pcg.native_library import load
+from pcg.native_library import load, load_optional
 
 FEW_TOKENS = 64
 """The most tokens of one adapter that the kernel takes: for 1 to 48 of them it needs 0.4 to 0.85 of
@@ -32,7 +31,6 @@ to 1,376; for unequal segments 0.25 to 0.5. benchmarks/generation.py compares wh
 
 _MOST_RANKS = 16384
 """The most ranks of a site that the kernel holds products of: kHeld in `sgmv.cpp`."""
-_LOG = logging.getLogger("pcg.kernels")
 _SOURCE = Path(__file__).with_name("sgmv.cpp")
 _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,19 +39,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 @functools.cache
 def _kernel() -> Any:
     """Return the kernel; None where it cannot be compiled, which is logged once."""
-    try:
-        return _loaded()
-    except UnsupportedError as error:
-        _LOG.warning(
-            "adapters' products run by PyTorch, slower and as right, as the native kernel cannot "
-            "be compiled: %s",
-            error,
-        )
+    library = load_optional(_SOURCE, "adapters' products")
+    if library is None:
         return None
-
-
-def _loaded() -> Any:
-    function = load(_SOURCE).pcg_add_lora
+    function = library.pcg_add_lora
     function.restype = None
     flag = ctypes.c_int
     function.argtypes = (
@@ -76,7 +65,7 @@ def check_native(device: torch.device, dtype: torch.dtype, name: str) -> None:
         raise UnsupportedError(f"{name} is for CPUs, and the device is {device}; leave it out")
     if not is_native(device, dtype):
         try:
-            _loaded()
+            load(_SOURCE)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name} needs the native kernel: {error}") from error
 

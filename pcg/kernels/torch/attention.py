@@ -34,6 +34,7 @@ from pcg.kernels.torch.attention_math import (
     is_host,
     lse_dtype,
 )
+from pcg.kernels.torch.decode_attention import attend_single_tokens
 from pcg.ranks.step_parts import TokenParts, TokenSums
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
@@ -62,8 +63,7 @@ def attention(
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     kept = q.new_empty(q.shape[:2], dtype=lse_dtype(q)) if batch.keeps else None
     spans = batch.spans
-    if cache is not None and not batch.keeps and is_plain and scoring.alibi is None:
-        _decode(batch, q, *cache, out, scoring)
+    if cache is not None and not batch.keeps and _decode(batch, q, *cache, out, scoring):
         spans = batch.longer_spans
     for span in spans:
         new = span.tokens
@@ -216,17 +216,22 @@ def _seen(batch: ProgramBatch, span: Span, cache: tuple[Tensor, Tensor]) -> tupl
 
 def _decode(
     batch: ProgramBatch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scoring: Scoring
-) -> None:
-    """Attend with a single token of each sequence; heads that share a KV head are a single product.
+) -> bool:
+    """Attend with the spans of a single token; return False if they are left to `attend`.
 
-    Sequences with rows at equal distances are one call, in which the shorter ones read on into
-    rows that the mask hides. Others are gathered.
+    Without the native kernel, heads that share a KV head are a single product. Sequences with rows
+    at equal distances are one call, in which the shorter ones read on into rows that the mask
+    hides. Others are gathered.
     """
+    if attend_single_tokens(batch, q, keys, values, out, scoring):
+        return True
+    if not scoring.is_plain(q, values) or scoring.alibi is not None:
+        return False
     kv_heads, _, size = keys.shape
     (head, row, column), (v_head, v_row, _) = keys.stride(), values.stride()
     groups = batch.decode_groups(scoring.window)
     if not groups:
-        return
+        return True
     tokens = groups[0].tokens if len(groups) == 1 else torch.cat([group.tokens for group in groups])
     queries = q[tokens].view(-1, kv_heads, q.shape[1] // kv_heads, size)
     outputs = []
@@ -251,3 +256,4 @@ def _decode(
         start += count
     every = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     out.index_copy_(0, tokens, every.view(-1, *out.shape[1:]))
+    return True

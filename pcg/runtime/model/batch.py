@@ -35,6 +35,7 @@ from pcg.ir.operators.bypass import DROPOUT_TOKENS
 from pcg.kernels.batch import (
     BlockTable,
     DecodeGroup,
+    DecodeRows,
     DroppedPart,
     DroppedTokens,
     KvGradients,
@@ -108,6 +109,33 @@ def decode_groups(
         groups.append(DecodeGroup(group_tokens, row, run.stride, longest, mask, gathered))
         start += run.size
     return groups
+
+
+def decode_rows(singles: Singles, window: int) -> DecodeRows:
+    """Return the rows of sequences; `window` as for `decode_groups`."""
+    lengths, first_rows = singles.lengths, singles.first_rows
+    counts = np.minimum(lengths, window) if window else lengths
+    spans = np.stack((first_rows + lengths - counts, counts), 1)
+    sizes = np.ones_like(counts)
+    scattered = np.flatnonzero(first_rows < 0).tolist()
+    if scattered:
+        every = np.split(spans, len(spans))
+        for i in scattered:
+            end = int(lengths[i])
+            every[i] = _spans(singles.tables[i].pages, end - int(counts[i]), end)
+        spans, sizes = np.concatenate(every), _column([len(part) for part in every])
+    numbers = np.stack((singles.tokens, counts, sizes.cumsum() - sizes, sizes), 1)
+    return DecodeRows(np.concatenate((numbers.ravel(), spans.ravel())), len(counts))
+
+
+def _spans(pages: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
+    """Return first row and rows of a sequence's pages from a place to another, [pages, 2]."""
+    first = start // PAGE_TOKENS
+    rows = _column(pages[first : -(-stop // PAGE_TOKENS)]) * PAGE_TOKENS
+    places = (first + np.arange(len(rows))) * PAGE_TOKENS
+    skipped = np.maximum(start - places, 0)
+    ends = np.minimum(stop - places, PAGE_TOKENS)
+    return np.stack((rows + skipped, ends - skipped), 1)
 
 
 class _Run(NamedTuple):
@@ -221,6 +249,7 @@ class Batch(ProgramBatch):
         self.known: dict[object, Any] = {}
         self._cache = cache
         self._groups: dict[int, list[DecodeGroup]] = {}
+        self._decode_rows: dict[int, DecodeRows] = {}
         self._seen: dict[int, slice | Tensor] = {}
         # A single call for all sequences, as the lists change every step.
         columns: list[tuple[Any, ...]] = list(zip(*self.spans, strict=True)) or [()] * 7
@@ -304,18 +333,26 @@ class Batch(ProgramBatch):
         """
         if window not in self._groups:
             assert self._cache is not None
-            chosen = np.flatnonzero(self._lengths == 1)
-            tables = [self._tables[i] for i in chosen.tolist()]
-            singles = Singles(
-                self._starts[chosen],
-                self._first_rows[chosen],
-                _column([table.stop_row for table in tables]),
-                self._contexts[chosen] + 1,
-                tables,
-            )
             dtype, device = self._cache.keys[0].dtype, self.input_ids.device
-            self._groups[window] = decode_groups(singles, window, dtype, device)
+            self._groups[window] = decode_groups(self._singles(), window, dtype, device)
         return self._groups[window]
+
+    def decode_rows(self, window: int) -> DecodeRows:
+        """Return the rows of the spans of a single token, as `decode_groups` does."""
+        if window not in self._decode_rows:
+            self._decode_rows[window] = decode_rows(self._singles(), window)
+        return self._decode_rows[window]
+
+    def _singles(self) -> Singles:
+        chosen = np.flatnonzero(self._lengths == 1)
+        tables = [self._tables[i] for i in chosen.tolist()]
+        return Singles(
+            self._starts[chosen],
+            self._first_rows[chosen],
+            _column([table.stop_row for table in tables]),
+            self._contexts[chosen] + 1,
+            tables,
+        )
 
     def seen(self, span: Span) -> slice | Tensor:
         """Return the cache rows of a sequence up to the end of its span."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -153,5 +152,9 @@ def _draw(
     return drawn, total.isfinite().squeeze(1)
 
 
-PYTORCH = Drawing(partial(torch.argmax, dim=-1), _draw)
+def _greedy(logits: Tensor) -> Tensor:
+    return logits.max(dim=-1).indices  # argmax of bf16 takes six times as long on CPUs
+
+
+PYTORCH = Drawing(_greedy, _draw)
 """PyTorch's operators, on any device."""

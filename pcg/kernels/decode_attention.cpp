@@ -1,0 +1,223 @@
+// Attention of a single new token of each sequence to its rows of the KV cache, on CPUs.
+//
+//     s = scale * q k^T;  s = softcap * tanh(s / softcap);  s += slope * distance
+//     out = softmax(s) v
+//
+// Keys and values are read once, in the rows where they lie: a sequence is a list of spans of rows.
+// A KV head of a sequence is computed by itself, in fp32, so its result depends on nothing else.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kQueries = 4;           // whose sums are held in registers
+constexpr int kVectors = 4;           // of a row of values
+constexpr int64_t kColumns = kVectors * kLanes;
+constexpr int64_t kFewRows = 64;      // of keys or values, in a core's L1
+constexpr int64_t kAhead = 4096;       // bytes; hardware does not prefetch across pages
+constexpr float kLeast = -87.0f;      // e^x is a normal number above it
+
+// The arguments of a call; strides count elements. The struct of `pcg.kernels.torch.decode_attention`.
+struct Call {
+  int64_t q, q_stride, out, out_stride;  // of tokens [heads, size] and [heads, value_size]
+  int64_t keys, key_head, key_row, values, value_head, value_row;
+  int64_t heads, kv_heads, size, value_size;
+  int64_t slopes, sinks;                 // fp32, of each head; 0 for none
+  int64_t sequences, count;
+};
+
+// A sequence's token, the length of its spans, and these.
+struct Sequence {
+  int64_t token, rows, first_span, spans;
+};
+
+struct Span {
+  int64_t row, rows;
+};
+
+template <class T>
+inline T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Fetches a row that is read soon.
+template <class E>
+inline void prefetch(const E* row, int64_t size) {
+  const char* bytes = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < size * static_cast<int64_t>(sizeof(E)); i += kLine)
+    __builtin_prefetch(bytes + i);
+}
+
+// e^x of x <= 0, to an ulp or two; NaN stays NaN.
+inline Floats exponential(Floats x) {
+  const Floats magic = Floats{} + 0x1.8p23f;  // rounds what is added to it to a whole number
+  const Floats shifted = x * 1.44269504f + magic;
+  const Floats whole = shifted - magic;
+  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Words bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + 127) << 23;
+  Floats power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < kLeast ? Floats{} : p * power;
+}
+
+// Scores of N queries and some keys.
+template <int N, class E>
+void score(const float* q, int64_t size, const E* k, int64_t k_row, int64_t rows, float* scores,
+           int64_t stride) {
+  const int64_t away = kAhead / (k_row * sizeof(E)) + 1;
+  for (int64_t r = 0; r < rows; r++, k += k_row) {
+    prefetch(k + away * k_row, size);
+    Floats sums[N] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      const Floats key = load(k + i);
+      for (int n = 0; n < N; n++) sums[n] += key * load(q + n * size + i);
+    }
+    for (int n = 0; n < N; n++) {
+      float sum = total(sums[n]);
+      for (int64_t j = i; j < size; j++) sum += widened(k[j]) * q[n * size + j];
+      scores[n * stride + r] = sum;
+    }
+  }
+}
+
+// out [N, size] += weights [N, rows] v.
+template <int N, class E>
+void combine(const float* weights, int64_t stride, const E* v, int64_t v_row, int64_t rows,
+             float* out, int64_t size) {
+  const int64_t away = kAhead / (v_row * sizeof(E)) + 1;
+  const auto add = [&](int64_t column, auto vectors) {
+    Floats sums[N][vectors];
+    for (int n = 0; n < N; n++)
+      for (int u = 0; u < vectors; u++) sums[n][u] = load(out + n * size + column + u * kLanes);
+    for (int64_t r = 0; r < rows; r++) {
+      const E* row = v + r * v_row + column;
+      prefetch(row + away * v_row, vectors * kLanes);
+      for (int u = 0; u < vectors; u++) {
+        const Floats value = load(row + u * kLanes);
+        for (int n = 0; n < N; n++) sums[n][u] += value * weights[n * stride + r];
+      }
+    }
+    for (int n = 0; n < N; n++)
+      std::memcpy(out + n * size + column, sums[n], vectors * sizeof(Floats));
+  };
+  int64_t i = 0;
+  for (; i + kColumns <= size; i += kColumns) add(i, Count<kVectors>());
+  for (; i + kLanes <= size; i += kLanes) add(i, Count<1>());
+  for (; i < size; i++)
+    for (int n = 0; n < N; n++)
+      for (int64_t r = 0; r < rows; r++)
+        out[n * size + i] += weights[n * stride + r] * widened(v[r * v_row + i]);
+}
+
+// Calls run(how many, the first) until all queries had their turn.
+template <class Run>
+inline void in_turn(int64_t queries, Run run) {
+  int64_t n = 0;
+  for (; n + kQueries <= queries; n += kQueries) run(Count<kQueries>(), n);
+  switch (queries - n) {
+    case 3: return run(Count<3>(), n);
+    case 2: return run(Count<2>(), n);
+    case 1: return run(Count<1>(), n);
+  }
+}
+
+// Calls run(row of the cache, rows, rows before) for some rows at a time.
+template <class Run>
+inline void by_rows(const Sequence& sequence, const Span* spans, Run run) {
+  int64_t before = 0;
+  for (const Span* span = spans; span != spans + sequence.spans; before += span++->rows)
+    for (int64_t r = 0; r < span->rows; r += kFewRows)
+      run(span->row + r, std::min(kFewRows, span->rows - r), before + r);
+}
+
+float* buffer(size_t size) {
+  static thread_local std::vector<float> memory;
+  if (memory.size() < size) memory.resize(size);
+  return memory.data();
+}
+
+template <class E>
+void attend(const Call& call, const Sequence& sequence, int64_t head, float scale, float softcap) {
+  const int64_t group = call.heads / call.kv_heads, size = call.size, first = head * group;
+  const int64_t wide = call.value_size, rows = sequence.rows;
+  const int64_t stride = (rows + kLanes - 1) / kLanes * kLanes;
+  float* q = buffer(group * (size + wide + stride));
+  float *out = q + group * size, *scores = out + group * wide;
+  const E* queries = at<const E>(call.q) + sequence.token * call.q_stride + first * size;
+  for (int64_t i = 0; i < group * size; i++) q[i] = widened(queries[i]) * scale;
+  const Span* spans =
+      at<const Span>(call.sequences + call.count * sizeof(Sequence)) + sequence.first_span;
+
+  const E* keys = at<const E>(call.keys) + head * call.key_head;
+  by_rows(sequence, spans, [&](int64_t row, int64_t some, int64_t before) {
+    in_turn(group, [&](auto count, int64_t n) {
+      score<count.value>(q + n * size, size, keys + row * call.key_row, call.key_row, some,
+                         scores + n * stride + before, stride);
+    });
+  });
+
+  for (int64_t n = 0; n < group; n++) {
+    float* s = scores + n * stride;
+    if (softcap != 0)
+      for (int64_t i = 0; i < rows; i++) s[i] = softcap * std::tanh(s[i] / softcap);
+    if (call.slopes) {
+      const float slope = at<const float>(call.slopes)[first + n];
+      for (int64_t i = 0; i < rows; i++) s[i] += slope * static_cast<float>(i + 1 - rows);
+    }
+    for (int64_t i = rows; i < stride; i++) s[i] = -std::numeric_limits<float>::infinity();
+    float most = *s;
+    for (int64_t i = 1; i < rows; i++) most = s[i] > most ? s[i] : most;
+    const float* sink = call.sinks ? at<const float>(call.sinks) + first + n : nullptr;
+    if (sink) most = *sink > most ? *sink : most;
+    Floats sums = {};
+    for (int64_t i = 0; i < stride; i += kLanes) {
+      const Floats weights = exponential(load(s + i) - most);
+      std::memcpy(s + i, &weights, sizeof weights);
+      sums += weights;
+    }
+    const float sum = total(sums) + (sink ? std::exp(*sink - most) : 0.0f);
+    for (int64_t i = 0; i < rows; i++) s[i] /= sum;
+  }
+
+  const E* values = at<const E>(call.values) + head * call.value_head;
+  std::memset(out, 0, group * wide * sizeof(float));
+  by_rows(sequence, spans, [&](int64_t row, int64_t some, int64_t before) {
+    in_turn(group, [&](auto count, int64_t n) {
+      combine<count.value>(scores + n * stride + before, stride, values + row * call.value_row,
+                           call.value_row, some, out + n * wide, wide);
+    });
+  });
+  E* written = at<E>(call.out) + sequence.token * call.out_stride + first * wide;
+  for (int64_t i = 0; i < group * wide; i++) written[i] = rounded<E>(out[i]);
+}
+
+}  // namespace
+
+extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, float softcap,
+                                     int is_bf16, int threads) {
+  const Call& call = *reinterpret_cast<const Call*>(arguments);
+  const Sequence* sequences = at<const Sequence>(call.sequences);
+  const int64_t parts = call.count * call.kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (int64_t i = 0; i < parts; i++) {
+    const Sequence& sequence = sequences[i / call.kv_heads];
+    const int64_t head = i % call.kv_heads;
+    is_bf16 ? attend<Bf16>(call, sequence, head, scale, softcap)
+            : attend<float>(call, sequence, head, scale, softcap);
+  }
+}

@@ -1,0 +1,146 @@
+"""The native kernel of single new tokens, against attention in fp64 over gathered rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.torch import decode_attention
+from pcg.kernels.torch.attention_math import Scoring
+from pcg.runtime.model.batch import Singles, decode_rows
+
+pytestmark = pytest.mark.skipif(
+    decode_attention._kernel() is None, reason="there is no C++ compiler"
+)
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+
+class Table:
+    def __init__(self, pages: list[int]) -> None:
+        self.pages = pages
+
+
+class Step:
+    """A step of sequences whose pages lie anywhere, or in a run."""
+
+    def __init__(self, lengths: list[int], scattered: list[bool], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-length // PAGE_TOKENS) for length in lengths]
+        self.lengths = lengths
+        self.pages = torch.randperm(sum(counts), generator=generator).tolist()
+        parts = np.split(np.array(self.pages), np.cumsum(counts)[:-1])
+        self.tables = [Table(part.tolist()) for part in parts]
+        firsts = []
+        for table, is_scattered in zip(self.tables, scattered, strict=True):
+            if not is_scattered:  # behind all others, in a run
+                run = range(len(self.pages), len(self.pages) + len(table.pages))
+                table.pages = list(run)
+                self.pages += run
+            firsts.append(-1 if is_scattered else table.pages[0] * PAGE_TOKENS)
+        # The tokens lie in the batch in another order than the sequences.
+        self.tokens = np.array(torch.randperm(len(lengths), generator=generator).tolist())
+        self._singles = Singles(
+            self.tokens, np.array(firsts), np.array(firsts), np.array(lengths), self.tables
+        )
+
+    def decode_rows(self, window: int) -> Any:
+        return decode_rows(self._singles, window)
+
+    def rows(self, i: int, window: int) -> Tensor:
+        within = np.arange(PAGE_TOKENS)
+        rows = (np.array(self.tables[i].pages)[:, None] * PAGE_TOKENS + within).ravel()
+        length = self.lengths[i]
+        return torch.from_numpy(rows[:length][-window if window else 0 :])
+
+
+def expected(step: Step, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    out = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float64)
+    group = q.shape[1] // k.shape[0]
+    for i, token in enumerate(step.tokens.tolist()):
+        rows = step.rows(i, scoring.window)
+        keys, values = (x[:, rows].double().repeat_interleave(group, 0) for x in (k, v))
+        scores = scoring.scale * torch.einsum("hd,hmd->hm", q[token].double(), keys)
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if scoring.alibi is not None:
+            distance = torch.arange(len(rows)) - (len(rows) - 1)
+            scores = scores + scoring.alibi.double()[:, None] * distance
+        if scoring.sinks is not None:
+            scores = torch.cat((scores, scoring.sinks.double()[:, None]), 1)
+        weights = scores.softmax(-1)[:, : len(rows)]
+        out[token] = torch.einsum("hm,hmd->hd", weights, values)
+    return out
+
+
+def tensors(step: Step, heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> Any:
+    torch.manual_seed(1)
+    (every, kv), (size, value_size), count = heads, sizes, len(step.lengths)
+    rows = (len(step.pages) + 1) * PAGE_TOKENS
+    # As parts of wider tensors: a token's heads lie beside each other, tokens do not.
+    q = torch.randn(count, every + 2, size).to(dtype)[:, :every]
+    k, v = (torch.randn(kv, rows, s).to(dtype) for s in (size, value_size))
+    return q, k, v, torch.full((count, every, value_size), torch.nan, dtype=dtype)
+
+
+LENGTHS = [1, 15, 16, 17, 64, 65, 700, 2500]
+SCATTERED = [False, True, False, True, True, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "sizes", "options"),
+    [
+        ((4, 4), (64, 64), {}),
+        ((9, 3), (64, 64), {"window": 40}),
+        ((14, 2), (128, 128), {"softcap": 2.0}),
+        ((5, 1), (8, 8), {"sinks": True}),
+        ((6, 2), (20, 20), {"alibi": True}),
+        ((8, 8), (80, 48), {"sinks": True, "window": 16, "softcap": 5.0}),
+        ((4, 1), (192, 130), {"alibi": True, "window": 100}),
+    ],
+)
+def test_single_tokens_attend_to_their_rows(
+    heads: Any, sizes: Any, options: dict[str, Any], threads: int, dtype: torch.dtype
+) -> None:
+    step = Step(LENGTHS, SCATTERED)
+    q, k, v, out = tensors(step, heads, sizes, dtype)
+    numbers = torch.linspace(0.1, 1.0, heads[0]).to(dtype)
+    given = {name: numbers if value is True else value for name, value in options.items()}
+    scoring = Scoring(scale=sizes[0] ** -0.5, **given)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert decode_attention.attend_single_tokens(step, q, k, v, out, scoring)
+    finally:
+        torch.set_num_threads(before)
+    right = expected(step, q, k, v, scoring)
+    assert (out - right).norm() / right.norm() < TOLERANCES[dtype]
+
+
+def test_a_token_has_the_same_bits_alone_and_nan_stays_in_its_sequence() -> None:
+    step, scoring = Step(LENGTHS, SCATTERED), Scoring(scale=0.1)
+    q, k, v, out = tensors(step, (6, 2), (64, 64), torch.float32)
+    assert decode_attention.attend_single_tokens(step, q, k, v, out, scoring)
+    for i, token in enumerate(step.tokens.tolist()):
+        alone = Step([LENGTHS[i]], [SCATTERED[i]])
+        alone.tables[0].pages = step.tables[i].pages
+        alone._singles.first_rows[:] = step._singles.first_rows[i]
+        single = torch.empty(1, 6, 64)
+        assert decode_attention.attend_single_tokens(
+            alone, q[token : token + 1], k, v, single, scoring
+        )
+        assert torch.equal(single[0], out[token])
+    broken = k.clone()
+    broken[0, step.rows(4, 0)[3], 5] = torch.nan
+    damaged = torch.empty_like(out)
+    assert decode_attention.attend_single_tokens(step, q, broken, v, damaged, scoring)
+    bad = step.tokens[4]
+    assert damaged[bad, :3].isnan().all()
+    damaged[bad, :3] = out[bad, :3]
+    assert torch.equal(damaged, out)
