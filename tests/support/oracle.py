@@ -119,6 +119,13 @@ def _without_cache(model: Any) -> dict[str, bool]:
 
 def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
     """The most likely continuation, by transformers' own generate with its KV cache."""
+    config = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        # peft 0.21 overlooks the cache of transformers 5.24, and prepends its tokens at each step.
+        sequence = list(prompt)
+        for _ in range(new_tokens):
+            sequence.append(int(logits(model, sequence)[-1].argmax()))
+        return sequence[len(prompt) :]
     ids = torch.tensor([prompt])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
