@@ -176,13 +176,21 @@ def _check_consecutive(position_ids: torch.Tensor) -> None:
             return
         nodes = [x for x in node.args if isinstance(x, Node)]
         tensors = [x for x in nodes if isinstance(x.meta.get("val"), torch.Tensor)]
-        if name not in _CONSECUTIVE or len(tensors) != 1:
+        # select takes positions of one kind, as those of text beside those of an image.
+        keeps = name in _CONSECUTIVE or (name == "select" and not _is_last(node))
+        if not keeps or len(tensors) != 1:
             raise UnsupportedError(
                 f"the model is given positions that are computed by {name}; where they do not go "
                 "up by one, transformers begins another sequence, which pcg does not; change what "
                 "is made of positions, as rotary tables, and leave position_ids as they are"
             )
         node = tensors[0]
+
+
+def _is_last(select: Node) -> bool:
+    """Return True if the node selects along the last dim."""
+    operand, dim = select.args[0], select.args[1]
+    return dim in (-1, operand.meta["val"].dim() - 1)  # type: ignore[union-attr]
 
 
 def _is_of_transformers(function: Any) -> bool:

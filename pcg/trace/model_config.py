@@ -73,6 +73,10 @@ CAUSES: tuple[Cause, ...] = (
         "the KV cache has one entry for each layer and token",
     ),
     Cause(
+        "layers that run again",
+        "the KV cache has one entry for each layer and token",
+    ),
+    Cause(
         "sparse attention",
         "a token attends to tokens that are computed; pcg has causal attention to all or a window",
         fields=r'"index_topk(_blocks)?": [1-9]|"attention_type": "block_sparse"|"lsh"',

@@ -189,12 +189,35 @@ def _sliced(
 
 
 def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
-    """Replace entries start to stop of a dim."""
+    """Replace entries start, start + step, … of a dim, before stop."""
     x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
-    dim, start, stop = argument(node, 2, 0), argument(node, 3), argument(node, 4)
-    if x.tags[dim] != "d" or argument(node, 5, 1) != 1:
-        raise refusal(node, "it writes some of the tokens, or every second entry")
-    return _placed(flat, x, source.name, dim, *slice(start, stop).indices(x.shape[dim] or 0)[:2])
+    dim = int(argument(node, 2, 0)) % len(x.tags)
+    if x.tags[dim] != "d":
+        raise refusal(node, "it writes some of the tokens")
+    places = slice(argument(node, 3), argument(node, 4), argument(node, 5, 1))
+    start, stop, step = places.indices(x.shape[dim] or 0)
+    if step == 1:
+        return _placed(flat, x, source.name, dim, start, stop)
+    last = len(range(start, stop, step)) - 1
+    if last < 0:
+        return x
+    entries = _sliced(flat, source, dim, last, last + 1).name
+    if last > 0:
+        # Blocks of an entry that is written and step - 1 that stay, as another dim.
+        written = _in_blocks(flat, _sliced(flat, source, dim, 0, last), dim, 1)
+        blocks = _in_blocks(flat, _sliced(flat, x, dim, start, start + last * step), dim, step)
+        kept = _sliced(flat, blocks, dim + 1, 1, step)
+        joined = flat.add("concat", written.name, kept.name, dim=kept.feature_dim(dim + 1))
+        shape = (*x.shape[:dim], last * step, *x.shape[dim + 1 :])
+        body = flat.reshaped(joined, x.tags, shape)
+        entries = flat.add("concat", body.name, entries, dim=x.feature_dim(dim))
+    return _placed(flat, x, entries, dim, start, start + last * step + 1)
+
+
+def _in_blocks(flat: FlatGraph, x: FlatValue, dim: int, size: int) -> FlatValue:
+    """View a feature dim as two, of blocks and their entries."""
+    shape = (*x.shape[:dim], (x.shape[dim] or 0) // size, size, *x.shape[dim + 1 :])
+    return flat.reshaped(x.name, x.tags[:dim] + "d" + x.tags[dim:], shape)
 
 
 def select_scatter(flat: FlatGraph, node: Node) -> FlatValue:

@@ -116,6 +116,13 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {  # its files have attention and MLP as layers of their own
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "n_input_layers": 2,
+        "n_output_layers": 2,
+        "n_recurrent_layers": 4,
+        "num_hidden_layers": 8,
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "hrm_text": {"num_layers_per_stack": 2},

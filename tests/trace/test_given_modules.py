@@ -169,11 +169,26 @@ def functions_of_the_position(model: Any) -> None:
         layer.fc1.bias = None
 
 
+def positions_of_kinds(model: Any) -> None:
+    """Positions of text beside those of an image, of which all read the first."""
+
+    def stacked(original: Any, **kwargs: Any) -> Any:
+        places = kwargs.get("position_ids")
+        if places is None:
+            places = torch.arange(kwargs["input_ids"].shape[1])[None]
+        return original(**{**kwargs, "position_ids": places[None].expand(4, 1, -1)[0]})
+
+    around(model.model, stacked)
+    behind(model.model.layers[1].mlp, lambda out: 0.5 * out)
+
+
 def writes_in_place(model: Any) -> None:
     def entries(out: Tensor) -> Tensor:
         out[..., 3] = 0.25
         out[..., 5:9].mul_(2.0)
         out[..., -4:] += out[..., :4]
+        out[..., 1:12:3] = out[..., 12:16]
+        out[..., -1::4] *= 3
         return out
 
     def view(out: Tensor) -> Tensor:
@@ -316,6 +331,7 @@ COMPILED: tuple[tuple[Change, str, tuple[str, ...]], ...] = (
     (hook_that_keeps_what_it_sees, "gptj", ()),
     (functions_of_tensors, "llama3", ()),
     (functions_of_the_position, "opt", ()),
+    (positions_of_kinds, "llama3", ()),
     (writes_in_place, "llama3", ()),
     (norms, "llama3", ()),
     (norm_of_an_attention, "llama3", ("o_proj",)),

@@ -162,7 +162,10 @@ class _Folder:
             else:
                 region = int(match[1]) if match else self._count
             if region < latest:
-                raise TraceError(f"%{node.name} of {node.scope} reads what a later layer makes")
+                raise TraceError(
+                    f"layers that run again: %{node.name} of {node.scope} reads what a later "
+                    "layer makes"
+                )
             regions.update((value.name, region) for value in node.outputs)
         return regions
 
