@@ -2,8 +2,8 @@
 //
 //     y = x W̃ᵀ        x [tokens, columns], W̃ [rows, columns] in the form in which it is stored
 //
-// A few rows of W̃ are decoded into a buffer that the cache holds, and multiplied by all tokens, so
-// that every weight is read once. 4-bit codes are looked up in a register that holds the 16 weights
+// For few tokens, weights are decoded in registers. For more, some columns of a few rows are decoded
+// into a buffer that L1 holds, and multiplied by all tokens. 4-bit codes are looked up in a register that holds the 16 weights
 // of a block. An output is a sum over lanes in an order that the columns alone decide: it depends
 // neither on the tokens beside it nor on the number of threads.
 //
@@ -23,7 +23,11 @@
 namespace {
 
 constexpr int kTile = 4;                 // rows, and tokens, whose sums are held in registers
-constexpr int64_t kBufferBytes = 1 << 18;  // of decoded rows, in a core's L2
+constexpr int64_t kFewTokens = 8;        // by which codes are decoded again for each tile
+constexpr int64_t kTokens = 128;         // whose inputs L2 holds; weights are decoded for each
+constexpr int64_t kBlock = 16;           // rows that are decoded together
+constexpr int64_t kColumnBytes = 2048;   // of each, as many as L1 holds of all
+constexpr int kLine = 64;                // bytes of a cache line
 constexpr int kNestedBlock = 256;
 constexpr float kLeastStep = 1.17549435e-38f;
 constexpr int64_t kFewSteps = 10;        // `FEW_STEPS` of `pcg.formats.int8`
@@ -34,8 +38,8 @@ struct Bf16 {
 
 // The kinds of `pcg.formats.native`.
 enum Kind : int64_t {
-  kPlain, kInt8, kInt8Weight, kHighFirst, kLowFirst, kInt4Half, kInt4Bf16, kFp8, kQ8_0, kQ4_0,
-  kQ4_1, kQ4_K, kQ6_K,
+  kInt8, kInt8Weight, kHighFirst, kLowFirst, kInt4Half, kInt4Bf16, kFp8, kQ8_0, kQ4_0, kQ4_1,
+  kQ4_K, kQ6_K,
 };
 
 // Tensors are addresses; 0 for none.
@@ -330,6 +334,107 @@ void decode(const Matrix& m, int64_t row, E* out) {
   }
 }
 
+// ---- Weights in registers, for a product of few tokens ----
+
+// 32 neighbouring weights of a row, as `decode` writes them: vectors of 16 in fp32, or one of bf16.
+struct Floats32 {
+  __m512 first, second;
+};
+
+inline Floats32 joined(__m512 a, __m512 b, float) { return {a, b}; }
+inline __m512i joined(__m256i a, __m256i b, Bf16) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+inline __m512i joined(__m512 a, __m512 b, Bf16) { return joined(rounded(a), rounded(b), Bf16()); }
+
+inline void put_32(float* out, const Floats32& w) {
+  _mm512_storeu_ps(out, w.first);
+  _mm512_storeu_ps(out + 16, w.second);
+}
+
+inline void put_32(Bf16* out, __m512i w) { _mm512_storeu_si512(out, w); }
+
+// Reads a row from a column on, a multiple of 32, 32 columns at a time.
+template <Kind kind, class E>
+class Reader {
+ public:
+  Reader(const Matrix& m, int64_t row, int64_t column = 0)
+      : m_(m), row_(row), codes_(at<uint8_t>(m.codes) + row * m.row_bytes) {
+    codes_ += m.row_bytes * column / m.columns;
+    if constexpr (kind == kHighFirst || kind == kLowFirst) values_ = get(at<float>(m.values));
+    if constexpr (kind == kInt8Weight) scale_ = _mm512_set1_ps(at<float>(m.scales)[row]);
+    if constexpr (has_groups) {
+      group_ = column / m.group;
+      if (column % m.group) start_group();
+      left_ -= column % m.group;
+    }
+  }
+
+  __attribute__((always_inline)) auto next() {
+    if constexpr (kind == kQ4_0 || kind == kQ4_1) {
+      constexpr int head = kind == kQ4_0 ? 2 : 4;
+      const __m512 scale = _mm512_set1_ps(half(codes_));
+      const __m512 weights =
+          kind == kQ4_0 ? _mm512_mul_ps(_mm512_sub_ps(codes16(), _mm512_set1_ps(8)), scale)
+                        : _mm512_add_ps(_mm512_mul_ps(codes16(), scale),
+                                        _mm512_set1_ps(half(codes_ + 2)));
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes_ + head));
+      codes_ += head + 16;
+      const Table<E> table(weights);
+      return joined(table.read(low_halves(bytes)), table.read(high_halves(bytes)), E());
+    } else if constexpr (kind == kQ8_0 || kind == kInt8Weight) {
+      constexpr int head = kind == kQ8_0 ? 2 : 0;
+      const __m512 scale = head ? _mm512_set1_ps(half(codes_)) : scale_;
+      const __m512 first = _mm512_mul_ps(signed16(codes_ + head), scale);
+      const __m512 second = _mm512_mul_ps(signed16(codes_ + head + 16), scale);
+      codes_ += head + 32;
+      return joined(first, second, E());
+    } else if constexpr (kind == kFp8) {
+      if (left_ == 0) start_group();
+      const __m512 first = _mm512_mul_ps(fp8(codes_, 0xffff), scale_);
+      const __m512 second = _mm512_mul_ps(fp8(codes_ + 16, 0xffff), scale_);
+      left_ -= 32;
+      codes_ += 32;
+      return joined(first, second, E());
+    } else {
+      if (left_ == 0) start_group();
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes_));
+      left_ -= 32;
+      codes_ += 16;
+      const __m128i low = low_halves(bytes), high = high_halves(bytes);
+      const __m128i a = kind == kHighFirst ? high : low, b = kind == kHighFirst ? low : high;
+      return joined(table_.read(_mm_unpacklo_epi8(a, b)), table_.read(_mm_unpackhi_epi8(a, b)),
+                    E());
+    }
+  }
+
+ private:
+  static constexpr bool has_pairs =
+      kind == kHighFirst || kind == kLowFirst || kind == kInt4Half || kind == kInt4Bf16;
+  static constexpr bool has_groups = has_pairs || kind == kFp8;
+
+  __attribute__((always_inline)) void start_group() {
+    if constexpr (kind == kFp8) {
+      const int64_t place = row_ / m_.group_rows * m_.groups + group_;
+      scale_ = _mm512_set1_ps(at<float>(m_.scales)[place]);
+    } else if constexpr (kind == kHighFirst || kind == kLowFirst) {
+      const __m512 scale = _mm512_set1_ps(scale_of_block(m_, row_, group_));
+      table_ = Table<E>(_mm512_mul_ps(values_, scale));
+    } else {
+      table_ = Table<E>(integers_of_block(m_, row_, group_));
+    }
+    group_++;
+    left_ = m_.group;
+  }
+
+  const Matrix& m_;
+  int64_t row_;
+  const uint8_t* codes_;
+  int64_t group_ = 0, left_ = 0;  // the next group, and columns of the present one
+  __m512 values_ = _mm512_setzero_ps(), scale_ = values_;
+  Table<E> table_{values_};
+};
+
 // ---- Sums ----
 
 // Lanes of weights that are multiplied at a time: 16 of fp32, 32 of bf16, 64 of int8.
@@ -379,6 +484,9 @@ struct IntegerSum {
   }
 };
 
+template <class E>
+using SumOf = std::conditional_t<std::is_same_v<E, uint8_t>, IntegerSum, FloatSum>;
+
 // The sums over the lanes of [rows][tokens] vectors, [tokens][rows]: lane i + 8 is added to i, then
 // i + 4, i + 2 and i + 1.
 template <class Sum>
@@ -400,9 +508,23 @@ inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
   return Sum::add(_mm512_shuffle_ps(first, second, 0x88), _mm512_shuffle_ps(first, second, 0xdd));
 }
 
-// Names instead of arrays, as compilers keep arrays of sums in memory.
-#define FOUR_SUMS(t) \
-  __m512 s##t##0 = _mm512_setzero_ps(), s##t##1 = s##t##0, s##t##2 = s##t##0, s##t##3 = s##t##0;
+// Names instead of arrays, as compilers keep arrays of sums in memory. The sums of earlier columns
+// are in `held`, if any.
+#define FOUR_SUMS(t)                                                            \
+  __m512 s##t##0 = _mm512_setzero_ps(), s##t##1 = s##t##0, s##t##2 = s##t##0,   \
+         s##t##3 = s##t##0;                                                     \
+  if (T > t && !is_first) {                                                     \
+    s##t##0 = get(held + t * 64), s##t##1 = get(held + t * 64 + 16);            \
+    s##t##2 = get(held + t * 64 + 32), s##t##3 = get(held + t * 64 + 48);       \
+  }
+#define HOLD_SUMS(t)                                                            \
+  if constexpr (T > t) {                                                        \
+    put(held + t * 64, s##t##0), put(held + t * 64 + 16, s##t##1);              \
+    put(held + t * 64 + 32, s##t##2), put(held + t * 64 + 48, s##t##3);         \
+  }
+#define TOTALS(Sum)                                                             \
+  totals<Sum>({{s00, s10, s20, s30}, {s01, s11, s21, s31}, {s02, s12, s22, s32}, \
+               {s03, s13, s23, s33}})
 #define ADD_TOKEN(t, ...)                                   \
   if constexpr (T > t) {                                    \
     const auto inputs = lanes(x + t * x_stride + __VA_ARGS__); \
@@ -421,45 +543,96 @@ inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
     ADD_TOKEN(3, __VA_ARGS__)                                                      \
   }
 
-// The sums of four rows and T tokens, [tokens][rows].
+inline void add_32(const float* x, __m512& sum, const Floats32& w) {
+  add(x, sum, w.first, lanes(x));
+  add(x, sum, w.second, lanes(x + 16));
+}
+
+inline void add_32(const Bf16* x, __m512& sum, __m512i w) { add(x, sum, w, lanes(x)); }
+
+#define ADD_CODES(t)                       \
+  if constexpr (T > t) {                   \
+    const E* inputs = x + t * x_stride + i; \
+    add_32(inputs, s##t##0, w0);           \
+    add_32(inputs, s##t##1, w1);           \
+    add_32(inputs, s##t##2, w2);           \
+    add_32(inputs, s##t##3, w3);           \
+  }
+
+// Adds the products of four rows and T tokens to `held`; returns the sums, [tokens][rows], if these
+// are the last columns.
 template <int T, class E>
-inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int64_t columns) {
+inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int64_t columns,
+                   float* held, bool is_first, bool is_last) {
   constexpr int64_t step = 64 / sizeof(E);
   FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
   int64_t i = 0;
   for (; i + step <= columns; i += step) ADD_TILE(i)
   if (i < columns) ADD_TILE(i, columns - i)
-  return totals<std::conditional_t<std::is_same_v<E, uint8_t>, IntegerSum, FloatSum>>(
-      {{s00, s10, s20, s30}, {s01, s11, s21, s31}, {s02, s12, s22, s32}, {s03, s13, s23, s33}});
+  if (is_last)
+    return TOTALS(SumOf<E>);
+  HOLD_SUMS(0) HOLD_SUMS(1) HOLD_SUMS(2) HOLD_SUMS(3)
+  return s00;
 }
 
-// Calls put(row, rows, token, tokens, sums) for all rows and tokens of a block.
-template <class E, class Put>
-void multiply_rows(const E* w, int64_t w_stride, int64_t rows, const E* x, int64_t x_stride,
-                   int64_t tokens, int64_t columns, Put put) {
-  for (int64_t t = 0; t < tokens; t += kTile) {
-    const int64_t some = tokens - t < kTile ? tokens - t : kTile;
-    const E* inputs = x + t * x_stride;
-    for (int64_t n = 0; n < rows; n += kTile) {
-      const int64_t few = rows - n < kTile ? rows - n : kTile;
-      const E* first = w + n * w_stride;
-      // Behind the last row, it is read again.
-      const E* const four[kTile] = {first, first + (few > 1 ? 1 : 0) * w_stride,
-                                    first + (few > 2 ? 2 : 0) * w_stride,
-                                    first + (few > 3 ? 3 : 0) * w_stride};
-      put(n, few, t, some,
-          some == 1   ? tile<1>(four, inputs, x_stride, columns)
-          : some == 2 ? tile<2>(four, inputs, x_stride, columns)
-          : some == 3 ? tile<3>(four, inputs, x_stride, columns)
-                      : tile<4>(four, inputs, x_stride, columns));
+enum Use { kRows, kInputs, kHeld };
+
+template <class E, Use use>
+E* buffer(int64_t size) {
+  static thread_local std::vector<E> memory;
+  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
+
+// Fetches a row, or a part of it, that is read soon: rows are too short for the processor to see a
+// stream.
+inline void fetch(const void* row, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += kLine)
+    _mm_prefetch(static_cast<const char*>(row) + b, _MM_HINT_T0);
+}
+
+// Weights of the rows of a block.
+template <class E>
+struct Rows {
+  const E* first;
+  int64_t stride;
+};
+
+// Calls put(row, rows, token, tokens, sums) for all rows and tokens of a block. weights(column,
+// width) returns the rows from a column on; a few columns are multiplied by all tokens, so that
+// weights stay in L1.
+template <class E, class Weights, class Put>
+void multiply_rows(int64_t rows, const E* x, int64_t x_stride, int64_t tokens, int64_t columns,
+                   Weights weights, Put put) {
+  constexpr int64_t most = kColumnBytes / sizeof(E);
+  const int64_t tiles = (rows + kTile - 1) / kTile, groups = (tokens + kTile - 1) / kTile;
+  float* sums = columns > most ? buffer<float, kHeld>(tiles * groups * 256) : nullptr;
+  for (int64_t c = 0; c < columns; c += most) {
+    const int64_t width = columns - c < most ? columns - c : most;
+    const bool is_first = c == 0, is_last = c + width == columns;
+    const Rows<E> w = weights(c, width);
+    float* held = sums;
+    for (int64_t t = 0; t < tokens; t += kTile) {
+      const int64_t some = tokens - t < kTile ? tokens - t : kTile;
+      const E* inputs = x + t * x_stride + c;
+      for (int64_t n = 0; n < rows; n += kTile, held += sums ? 256 : 0) {
+        const int64_t few = rows - n < kTile ? rows - n : kTile;
+        const E* first = w.first + n * w.stride;
+        // Behind the last row, it is read again.
+        const E* const four[kTile] = {first, first + (few > 1 ? 1 : 0) * w.stride,
+                                      first + (few > 2 ? 2 : 0) * w.stride,
+                                      first + (few > 3 ? 3 : 0) * w.stride};
+        const auto run = [&](auto count) {
+          return tile<count.value>(four, inputs, x_stride, width, held, is_first, is_last);
+        };
+        const __m512 result = some == 1   ? run(std::integral_constant<int, 1>())
+                              : some == 2 ? run(std::integral_constant<int, 2>())
+                              : some == 3 ? run(std::integral_constant<int, 3>())
+                                          : run(std::integral_constant<int, 4>());
+        if (is_last) put(n, few, t, some, result);
+      }
     }
   }
-}
-
-// Rows of a block: few for few tokens, so that decoded rows stay in L1.
-inline int64_t rows_at_once(int64_t tokens, int64_t row_bytes) {
-  const int64_t most = tokens <= kTile ? 0 : kBufferBytes / row_bytes / kTile * kTile;
-  return most < kTile ? kTile : most > 64 ? 64 : most;
 }
 
 // Calls run(first row, end) for blocks of rows, in threads.
@@ -494,31 +667,105 @@ inline void put_sums(Bf16* y, int64_t y_stride, int64_t rows, int64_t tokens, __
     std::memcpy(y, numbers + t * kTile, (rows == kTile ? kTile : rows) * sizeof(Bf16));
 }
 
-enum Use { kRows, kInputs };
+// The sums of four rows and T tokens, [tokens][rows], in the order of `tile`.
+template <Kind kind, int T, class E>
+inline __m512 tile_of_codes(const Matrix& m, const int64_t (&rows)[kTile], const E* x,
+                            int64_t x_stride, bool fetches) {
+  constexpr bool is_first = true;
+  const float* held = nullptr;
+  Reader<kind, E> r0(m, rows[0]), r1(m, rows[1]), r2(m, rows[2]), r3(m, rows[3]);
+  FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
+  const uint8_t* ahead = at<uint8_t>(m.codes) + (rows[0] + kTile) * m.row_bytes;
+  const int64_t step = kTile * m.row_bytes * 32 / m.columns;
+  for (int64_t i = 0; i < m.columns; i += 32, ahead += step) {
+    if (fetches) fetch(ahead, step);
+    const auto w0 = r0.next(), w1 = r1.next(), w2 = r2.next(), w3 = r3.next();
+    ADD_CODES(0)
+    ADD_CODES(1)
+    ADD_CODES(2)
+    ADD_CODES(3)
+  }
+  return TOTALS(FloatSum);
+}
 
-template <class E, Use use>
-E* buffer(int64_t size) {
-  static thread_local std::vector<E> memory;
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
+// y of few tokens, by weights that are decoded in registers, for each four of them.
+template <Kind kind, class E>
+void multiply_codes(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* y,
+                    int64_t y_stride, int threads) {
+  by_blocks(m.rows, kTile, threads, [&](int64_t start, int64_t stop) {
+    // Behind the last row, it is read again.
+    const int64_t few = stop - start;
+    const int64_t rows[kTile] = {start, start + (few > 1 ? 1 : 0), start + (few > 2 ? 2 : 0),
+                                 start + (few > 3 ? 3 : 0)};
+    for (int64_t t = 0; t < tokens; t += kTile) {
+      const int64_t some = tokens - t < kTile ? tokens - t : kTile;
+      const auto run = [&](auto count) {
+        return tile_of_codes<kind, count.value>(m, rows, x + t * x_stride, x_stride, t == 0);
+      };
+      put_sums(y + t * y_stride + start, y_stride, few, some,
+               some == 1   ? run(std::integral_constant<int, 1>())
+               : some == 2 ? run(std::integral_constant<int, 2>())
+               : some == 3 ? run(std::integral_constant<int, 3>())
+                           : run(std::integral_constant<int, 4>()));
+    }
+  });
+}
+
+// Calls run(kind) if weights of the matrix are decoded in registers; returns whether it does.
+template <class Run>
+inline bool with_kind(const Matrix& m, Run run) {
+  const bool is_whole = m.columns % 32 == 0;
+  switch (m.kind) {
+#define KIND(kind, fits) \
+  case kind:             \
+    return is_whole && (fits) && (run(std::integral_constant<Kind, kind>()), true);
+    KIND(kInt8Weight, true)
+    KIND(kHighFirst, m.group % 32 == 0)
+    KIND(kLowFirst, m.group % 32 == 0)
+    KIND(kInt4Half, m.group % 32 == 0)
+    KIND(kInt4Bf16, m.group % 32 == 0)
+    KIND(kFp8, m.group % 32 == 0)
+    KIND(kQ8_0, true)
+    KIND(kQ4_0, true)
+    KIND(kQ4_1, true)
+#undef KIND
+  }
+  return false;
 }
 
 template <class E>
 void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* y, int64_t y_stride,
               int threads) {
-  const int64_t columns = m.columns, block = rows_at_once(tokens, columns * sizeof(E));
-  by_blocks(m.rows, block, threads, [&](int64_t start, int64_t stop) {
-    const E* w = at<E>(m.codes) + start * columns;
-    if (m.kind != kPlain) {
-      E* decoded = buffer<E, kRows>(block * columns);
-      for (int64_t row = start; row < stop; row++)
-        decode(m, row, decoded + (row - start) * columns);
-      w = decoded;
-    }
-    multiply_rows(w, columns, stop - start, x, x_stride, tokens, columns,
-                  [&](int64_t n, int64_t rows, int64_t t, int64_t some, __m512 sums) {
-                    put_sums(y + t * y_stride + start + n, y_stride, rows, some, sums);
-                  });
+  const auto by_codes = [&](auto kind) {
+    multiply_codes<kind.value>(m, x, x_stride, tokens, y, y_stride, threads);
+  };
+  if (tokens <= kFewTokens && with_kind(m, by_codes)) return;
+  const int64_t columns = m.columns;
+  by_blocks(m.rows, tokens <= kTile ? kTile : kBlock, threads, [&](int64_t start, int64_t stop) {
+    const int64_t rows = stop - start;
+    const auto write = [&](int64_t n, int64_t few, int64_t t, int64_t some, __m512 sums) {
+      put_sums(y + t * y_stride + start + n, y_stride, few, some, sums);
+    };
+    const auto by_chunks = [&](auto kind) {
+      constexpr int64_t most = kColumnBytes / sizeof(E);
+      E* decoded = buffer<E, kRows>(kBlock * most);
+      const auto weights = [&](int64_t column, int64_t width) {
+        for (int64_t n = 0; n < rows; n++) {
+          const int64_t at_row = (start + n + kBlock) * m.row_bytes;
+          fetch(at<uint8_t>(m.codes) + at_row + m.row_bytes * column / columns,
+                m.row_bytes * width / columns);
+          Reader<kind.value, E> reader(m, start + n, column);
+          for (int64_t i = 0; i < width; i += 32) put_32(decoded + n * most + i, reader.next());
+        }
+        return Rows<E>{decoded, most};
+      };
+      multiply_rows(rows, x, x_stride, tokens, columns, weights, write);
+    };
+    if (with_kind(m, by_chunks)) return;
+    E* decoded = buffer<E, kRows>(kBlock * columns);
+    for (int64_t n = 0; n < rows; n++) decode(m, start + n, decoded + n * columns);
+    const auto weights = [&](int64_t c, int64_t) { return Rows<E>{decoded + c, columns}; };
+    multiply_rows(rows, x, x_stride, tokens, columns, weights, write);
   });
 }
 
@@ -615,9 +862,10 @@ void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride
   const int32_t* sums_of_codes = at<int32_t>(m.sums);
   const float* scales = at<float>(m.scales);
   const int64_t rounded = x.tokens + x.rests;
-  by_blocks(m.rows, rows_at_once(rounded, m.columns), threads, [&](int64_t start, int64_t stop) {
+  by_blocks(m.rows, rounded <= kTile ? kTile : kBlock, threads, [&](int64_t start, int64_t stop) {
     const uint8_t* w = at<uint8_t>(m.codes) + start * m.row_bytes;
-    multiply_rows(w, m.row_bytes, stop - start, x.codes, x.columns, rounded, m.columns,
+    const auto weights = [&](int64_t c, int64_t) { return Rows<uint8_t>{w + c, m.row_bytes}; };
+    multiply_rows(stop - start, x.codes, x.columns, rounded, m.columns, weights,
                   [&](int64_t n, int64_t rows, int64_t t, int64_t some, __m512 sums) {
       const int64_t row = start + n;
       const __mmask16 all = first_lanes(rows);
@@ -656,7 +904,10 @@ void multiply_all(const Matrix* m, int64_t count, const E* x, int64_t x_stride, 
       continue;
     }
 #endif
-    multiply(*m, x, x_stride, tokens, y, y_stride, threads);
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+      const int64_t some = tokens - t < kTokens ? tokens - t : kTokens;
+      multiply(*m, x + t * x_stride, x_stride, some, y + t * y_stride, y_stride, threads);
+    }
   }
 }
 

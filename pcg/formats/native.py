@@ -2,8 +2,8 @@
 
     y = x W̃ᵀ       W̃ is read once, in the form in which it is stored
 
-PyTorch dequantizes a tile and then multiplies by it; the kernel decodes a few rows of W̃ into the
-cache and multiplies all tokens by them. Dequantized weights and products of int8 are those of
+PyTorch dequantizes a tile and then multiplies by it; the kernel decodes a few rows of W̃ into
+registers, or for many tokens into the cache, and multiplies all tokens by them. Dequantized weights and products of int8 are those of
 PyTorch to the bit; float products agree to rounding in fp32. A token's outputs do not depend on the
 other tokens of a call.
 
@@ -36,19 +36,18 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class Kind(IntEnum):
     """The layouts that the kernel decodes, as in `native.cpp`."""
 
-    PLAIN = 0
-    INT8 = 1
-    INT8_WEIGHT = 2
-    HIGH_FIRST = 3
-    LOW_FIRST = 4
-    INT4_HALF = 5
-    INT4_BF16 = 6
-    FP8 = 7
-    Q8_0 = 8
-    Q4_0 = 9
-    Q4_1 = 10
-    Q4_K = 11
-    Q6_K = 12
+    INT8 = 0
+    INT8_WEIGHT = 1
+    HIGH_FIRST = 2
+    LOW_FIRST = 3
+    INT4_HALF = 4
+    INT4_BF16 = 5
+    FP8 = 6
+    Q8_0 = 7
+    Q4_0 = 8
+    Q4_1 = 9
+    Q4_K = 10
+    Q6_K = 11
 
 
 @functools.cache
