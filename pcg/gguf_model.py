@@ -31,7 +31,7 @@ from pcg.units import shown
 from pcg.version import __version__
 
 CONFIG = "config.json"
-_CONVERSION = 1
+_CONVERSION = 2
 """Raised when `converted` writes other files."""
 
 
@@ -216,10 +216,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _formats(tensors: Mapping[str, GgufTensor], layers: int) -> dict[str, Any]:
-    """Return the format of each linear module: a name, or one a layer; null for a float module."""
+    """Return the format of each linear module and of the embedding: a name, or one a layer.
+
+    null is a float module.
+    """
     formats: dict[str, Any] = {}
     sites = [f"model.layers.{{layer}}.{module}" for module in _IN_LAYER.values()]
-    for site in (*sites, "lm_head"):
+    for site in (*sites, "model.embed_tokens", "lm_head"):
         names = [f"{site.format(layer=layer)}.weight" for layer in range(layers)]
         stored = [tensors.get(name) for name in dict.fromkeys(names)]
         of_layers = [None if each is None or each.is_float else each.type for each in stored]

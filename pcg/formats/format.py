@@ -131,6 +131,7 @@ class Format(ABC):
         column_block: columns share numbers in blocks of so many; ranks cut between blocks.
         row_block: the same for rows.
         has_partial_blocks: True if the last block of a row may be smaller.
+        has_heads: True if the head is quantized with a float model, and a tied embedding with it.
         library: the library whose checkpoint layout `write` follows; empty without a layout.
     """
 
@@ -139,6 +140,7 @@ class Format(ABC):
     column_block: int = 1
     row_block: int = 1
     has_partial_blocks: bool = False
+    has_heads: bool = False
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> Layout:
@@ -201,6 +203,10 @@ class Format(ABC):
     @abstractmethod
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         """Return a rank's part of a matrix, cut between blocks."""
+
+    def chosen(self, parts: Parts, rows: Tensor) -> Parts:
+        """Return the rows by index. UnsupportedError: the format has no embedding tables."""
+        raise UnsupportedError(f"pcg reads no embedding tables in {self.name}")
 
     def packed(self, parts: Parts) -> Parts:
         """Return parts with what products on their device read besides, such as packed copies."""

@@ -45,6 +45,7 @@ class Gguf(Format):
         pack: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.name = name
+        self.has_heads = name == "q8_0"
         self.column_block = block
         self.block_bytes = block_bytes
         self._unpack = unpack
@@ -66,6 +67,9 @@ class Gguf(Format):
 
     def described(self, parts: Parts) -> native.Matrix:
         return native.Matrix(native.Kind[self.name.upper()], parts["blocks"], parts.columns)
+
+    def chosen(self, parts: Parts, rows: Tensor) -> Parts:
+        return Parts({"blocks": parts["blocks"][rows]}, len(rows), parts.columns)
 
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         first, last = (

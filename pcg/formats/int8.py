@@ -40,7 +40,7 @@ class Int8(Format):
 
     def __init__(self, name: str, rounds_inputs: bool) -> None:
         self.name = name
-        self._rounds_inputs = rounds_inputs
+        self._rounds_inputs = self.has_heads = rounds_inputs
         self.library = "" if rounds_inputs else "bitsandbytes"
 
     def tensors(self, rows: int, columns: int) -> Layout:
@@ -67,6 +67,10 @@ class Int8(Format):
                 native.Kind.INT8, codes, parts.columns, multiplies=can, scales=scales, sums=sums
             )
         return native.Matrix(native.Kind.INT8_WEIGHT, codes, parts.columns, scales=scales)
+
+    def chosen(self, parts: Parts, rows: Tensor) -> Parts:
+        tensors = {name: parts[name][rows] for name in ("codes", "scales")}
+        return Parts(tensors, len(rows), parts.columns)
 
     def cut(self, parts: Parts, rows: Span, columns: Span) -> Parts:
         tensors = {

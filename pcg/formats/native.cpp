@@ -28,6 +28,7 @@ constexpr int64_t kTokens = 128;         // whose inputs L2 holds; weights are d
 constexpr int64_t kBlock = 16;           // rows that are decoded together
 constexpr int64_t kColumnBytes = 2048;   // of each, as many as L1 holds of all
 constexpr int kLine = 64;                // bytes of a cache line
+constexpr int64_t kAhead = 8192;         // bytes
 constexpr int kNestedBlock = 256;
 constexpr float kLeastStep = 1.17549435e-38f;
 constexpr int64_t kFewSteps = 10;        // `FEW_STEPS` of `pcg.formats.int8`
@@ -77,6 +78,15 @@ inline __m256i rounded(__m512 v) {
   return _mm512_cvtepi32_epi16(_mm512_mask_set1_epi32(sum, is_nan, 0x7fc0));
 }
 
+// The same for a factor of products, which take denormal numbers for 0 in any case.
+inline __m256i rounded_factor(__m512 v) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+  return rounded(v);
+#endif
+}
+
 inline __m512 widened(__m256i halves) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
@@ -111,8 +121,13 @@ struct Table;
 
 template <>
 struct Table<float> {
+  using Pairs = __m512i;  // 16 bytes, of two codes each
+  static Pairs pairs(__m128i bytes) { return _mm512_cvtepu8_epi32(bytes); }
+  __m512 low(Pairs p) const { return _mm512_permutexvar_ps(p, weights); }  // which reads four bits
+  __m512 high(Pairs p) const { return low(_mm512_srli_epi32(p, 4)); }
   __m512 weights;
   explicit Table(__m512 v) : weights(v) {}
+  static Table factors(__m512 v) { return Table(v); }
   __m512 read(__m128i codes) const {
     return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), weights);
   }
@@ -124,8 +139,14 @@ struct Table<float> {
 
 template <>
 struct Table<Bf16> {
+  using Pairs = __m256i;
+  static Pairs pairs(__m128i bytes) { return _mm256_cvtepu8_epi16(bytes); }
+  __m256i low(Pairs p) const { return _mm256_permutexvar_epi16(p, weights); }
+  __m256i high(Pairs p) const { return low(_mm256_srli_epi16(p, 4)); }
   __m256i weights;
   explicit Table(__m512 v) : weights(rounded(v)) {}
+  explicit Table(__m256i v) : weights(v) {}
+  static Table factors(__m512 v) { return Table(rounded_factor(v)); }
   __m256i read(__m128i codes) const {
     return _mm256_permutexvar_epi16(_mm256_cvtepu8_epi16(codes), weights);
   }
@@ -345,7 +366,9 @@ inline Floats32 joined(__m512 a, __m512 b, float) { return {a, b}; }
 inline __m512i joined(__m256i a, __m256i b, Bf16) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
-inline __m512i joined(__m512 a, __m512 b, Bf16) { return joined(rounded(a), rounded(b), Bf16()); }
+inline __m512i joined(__m512 a, __m512 b, Bf16) {
+  return joined(rounded_factor(a), rounded_factor(b), Bf16());
+}
 
 inline void put_32(float* out, const Floats32& w) {
   _mm512_storeu_ps(out, w.first);
@@ -373,15 +396,19 @@ class Reader {
   __attribute__((always_inline)) auto next() {
     if constexpr (kind == kQ4_0 || kind == kQ4_1) {
       constexpr int head = kind == kQ4_0 ? 2 : 4;
-      const __m512 scale = _mm512_set1_ps(half(codes_));
+      uint32_t bits = 0;
+      std::memcpy(&bits, codes_, head);
+      const __m128 numbers = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(bits)));
+      const __m512 scale = _mm512_broadcastss_ps(numbers);
+      const __m512 offset = _mm512_broadcastss_ps(_mm_movehdup_ps(numbers));
       const __m512 weights =
           kind == kQ4_0 ? _mm512_mul_ps(_mm512_sub_ps(codes16(), _mm512_set1_ps(8)), scale)
-                        : _mm512_add_ps(_mm512_mul_ps(codes16(), scale),
-                                        _mm512_set1_ps(half(codes_ + 2)));
+                        : _mm512_add_ps(_mm512_mul_ps(codes16(), scale), offset);
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes_ + head));
       codes_ += head + 16;
-      const Table<E> table(weights);
-      return joined(table.read(low_halves(bytes)), table.read(high_halves(bytes)), E());
+      const auto table = Table<E>::factors(weights);
+      const auto codes = table.pairs(bytes);
+      return joined(table.low(codes), table.high(codes), E());
     } else if constexpr (kind == kQ8_0 || kind == kInt8Weight) {
       constexpr int head = kind == kQ8_0 ? 2 : 0;
       const __m512 scale = head ? _mm512_set1_ps(half(codes_)) : scale_;
@@ -419,9 +446,9 @@ class Reader {
       scale_ = _mm512_set1_ps(at<float>(m_.scales)[place]);
     } else if constexpr (kind == kHighFirst || kind == kLowFirst) {
       const __m512 scale = _mm512_set1_ps(scale_of_block(m_, row_, group_));
-      table_ = Table<E>(_mm512_mul_ps(values_, scale));
+      table_ = Table<E>::factors(_mm512_mul_ps(values_, scale));
     } else {
-      table_ = Table<E>(integers_of_block(m_, row_, group_));
+      table_ = Table<E>::factors(integers_of_block(m_, row_, group_));
     }
     group_++;
     left_ = m_.group;
@@ -434,6 +461,13 @@ class Reader {
   __m512 values_ = _mm512_setzero_ps(), scale_ = values_;
   Table<E> table_{values_};
 };
+
+// Fetches a row, or a part of it, that is read soon: rows are too short for the processor to see a
+// stream.
+inline void fetch(const void* row, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += kLine)
+    _mm_prefetch(static_cast<const char*>(row) + b, _MM_HINT_T0);
+}
 
 // ---- Sums ----
 
@@ -560,14 +594,18 @@ inline void add_32(const Bf16* x, __m512& sum, __m512i w) { add(x, sum, w, lanes
   }
 
 // Adds the products of four rows and T tokens to `held`; returns the sums, [tokens][rows], if these
-// are the last columns.
+// are the last columns. The rows `ahead` of these are fetched, if not 0.
 template <int T, class E>
 inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int64_t columns,
-                   float* held, bool is_first, bool is_last) {
+                   float* held, bool is_first, bool is_last, int64_t ahead) {
   constexpr int64_t step = 64 / sizeof(E);
   FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
   int64_t i = 0;
-  for (; i + step <= columns; i += step) ADD_TILE(i)
+  for (; i + step <= columns; i += step) {
+    if (ahead)
+      for (int n = 0; n < kTile; n++) fetch(w[n] + i + ahead, kLine);
+    ADD_TILE(i)
+  }
   if (i < columns) ADD_TILE(i, columns - i)
   if (is_last)
     return TOTALS(SumOf<E>);
@@ -584,18 +622,16 @@ E* buffer(int64_t size) {
   return memory.data();
 }
 
-// Fetches a row, or a part of it, that is read soon: rows are too short for the processor to see a
-// stream.
-inline void fetch(const void* row, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += kLine)
-    _mm_prefetch(static_cast<const char*>(row) + b, _MM_HINT_T0);
+// How many rows ahead to fetch: whole tiles.
+inline int64_t rows_ahead(int64_t row_bytes) {
+  return (kAhead / (kTile * row_bytes) + 1) * kTile;
 }
 
-// Weights of the rows of a block.
+// Weights of the rows of a block, and of how many elements further on to fetch the next.
 template <class E>
 struct Rows {
   const E* first;
-  int64_t stride;
+  int64_t stride, ahead;
 };
 
 // Calls put(row, rows, token, tokens, sums) for all rows and tokens of a block. weights(column,
@@ -623,7 +659,8 @@ void multiply_rows(int64_t rows, const E* x, int64_t x_stride, int64_t tokens, i
                                       first + (few > 2 ? 2 : 0) * w.stride,
                                       first + (few > 3 ? 3 : 0) * w.stride};
         const auto run = [&](auto count) {
-          return tile<count.value>(four, inputs, x_stride, width, held, is_first, is_last);
+          return tile<count.value>(four, inputs, x_stride, width, held, is_first, is_last,
+                                   t == 0 ? w.ahead : 0);
         };
         const __m512 result = some == 1   ? run(std::integral_constant<int, 1>())
                               : some == 2 ? run(std::integral_constant<int, 2>())
@@ -675,7 +712,7 @@ inline __m512 tile_of_codes(const Matrix& m, const int64_t (&rows)[kTile], const
   const float* held = nullptr;
   Reader<kind, E> r0(m, rows[0]), r1(m, rows[1]), r2(m, rows[2]), r3(m, rows[3]);
   FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
-  const uint8_t* ahead = at<uint8_t>(m.codes) + (rows[0] + kTile) * m.row_bytes;
+  const uint8_t* ahead = at<uint8_t>(m.codes) + (rows[0] + rows_ahead(m.row_bytes)) * m.row_bytes;
   const int64_t step = kTile * m.row_bytes * 32 / m.columns;
   for (int64_t i = 0; i < m.columns; i += 32, ahead += step) {
     if (fetches) fetch(ahead, step);
@@ -757,14 +794,14 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
           Reader<kind.value, E> reader(m, start + n, column);
           for (int64_t i = 0; i < width; i += 32) put_32(decoded + n * most + i, reader.next());
         }
-        return Rows<E>{decoded, most};
+        return Rows<E>{decoded, most, 0};
       };
       multiply_rows(rows, x, x_stride, tokens, columns, weights, write);
     };
     if (with_kind(m, by_chunks)) return;
     E* decoded = buffer<E, kRows>(kBlock * columns);
     for (int64_t n = 0; n < rows; n++) decode(m, start + n, decoded + n * columns);
-    const auto weights = [&](int64_t c, int64_t) { return Rows<E>{decoded + c, columns}; };
+    const auto weights = [&](int64_t c, int64_t) { return Rows<E>{decoded + c, columns, 0}; };
     multiply_rows(rows, x, x_stride, tokens, columns, weights, write);
   });
 }
@@ -864,7 +901,10 @@ void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride
   const int64_t rounded = x.tokens + x.rests;
   by_blocks(m.rows, rounded <= kTile ? kTile : kBlock, threads, [&](int64_t start, int64_t stop) {
     const uint8_t* w = at<uint8_t>(m.codes) + start * m.row_bytes;
-    const auto weights = [&](int64_t c, int64_t) { return Rows<uint8_t>{w + c, m.row_bytes}; };
+    const int64_t ahead = rows_ahead(m.row_bytes) * m.row_bytes;
+    const auto weights = [&](int64_t c, int64_t) {
+      return Rows<uint8_t>{w + c, m.row_bytes, ahead};
+    };
     multiply_rows(stop - start, x.codes, x.columns, rounded, m.columns, weights,
                   [&](int64_t n, int64_t rows, int64_t t, int64_t some, __m512 sums) {
       const int64_t row = start + n;

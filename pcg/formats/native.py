@@ -3,9 +3,9 @@
     y = x W̃ᵀ       W̃ is read once, in the form in which it is stored
 
 PyTorch dequantizes a tile and then multiplies by it; the kernel decodes a few rows of W̃ into
-registers, or for many tokens into the cache, and multiplies all tokens by them. Dequantized weights and products of int8 are those of
-PyTorch to the bit; float products agree to rounding in fp32. A token's outputs do not depend on the
-other tokens of a call.
+registers, or for many tokens into the cache, and multiplies all tokens by them. Dequantized weights
+and products of int8 are those of PyTorch to the bit; float products agree to rounding in fp32. A
+token's outputs do not depend on the other tokens of a call.
 
 The kernel needs a C++ compiler and AVX-512; without them PyTorch runs everything.
 """
@@ -166,18 +166,20 @@ class Matrices:
     """Matrices of the same columns below each other, by which the kernel multiplies."""
 
     def __init__(self, every: Sequence[Matrix]) -> None:
-        self._every = every
+        self._every = every  # whose memory the numbers name
         self._numbers = np.concatenate([matrix.numbers for matrix in every])
-        self._address = self._numbers.ctypes.data
+        self._matrices = self._numbers.ctypes.data, len(every)
+        self._multiply = _library().pcg_multiply
 
     def multiply(self, x: Tensor, y: Tensor) -> bool:
         """Write x W̃ᵀ into y [tokens, rows]; return False if the kernel does not read x."""
-        is_read = type(x) is Tensor and x.dtype in _DTYPES and x.dtype is y.dtype
-        if not is_read or not (x.stride(1) == y.stride(1) == 1):
+        dtype, (stride, step), (y_stride, y_step) = x.dtype, x.stride(), y.stride()
+        is_read = type(x) is Tensor and dtype in _DTYPES and dtype is y.dtype
+        if not is_read or step != 1 or y_step != 1:
             return False
-        _library().pcg_multiply(
-            self._address, len(self._every), x.data_ptr(), x.stride(0), len(x),
-            y.data_ptr(), y.stride(0), x.dtype is torch.bfloat16, torch.get_num_threads(),
+        self._multiply(
+            *self._matrices, x.data_ptr(), stride, x.shape[0], y.data_ptr(), y_stride,
+            dtype is torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip
         return True
 

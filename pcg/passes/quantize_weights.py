@@ -2,7 +2,8 @@
 
 A checkpoint that is quantized says which modules are. A float checkpoint that is quantized on load
 stores the matrices of the layers' linear modules in the format; embeddings, the head, routers and
-norms stay in floating point, as in transformers. Layers of equal graphs whose matrices are stored
+norms stay in floating point, as in transformers. int8 and q8_0 store the head, too, as llama.cpp
+does, and with it an embedding that is tied to it. Layers of equal graphs whose matrices are stored
 in different formats become different blocks.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from pcg.errors import UnsupportedError
 from pcg.formats.registry import FORMATS
-from pcg.ir.graph import Graph, Parameter, Value
+from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.graphs.pass_base import Pass
@@ -44,6 +45,8 @@ class QuantizeWeights(Pass[Base, Base]):
 
         embedded = _embedded(before.model.prologue) if stored and not stored.by_module else set()
         outside = (before.model.prologue, before.model.epilogue)
+        has_heads = stored is None and FORMATS[str(self.format)].has_heads
+        quantized_head = _head_source(before.model.epilogue) if has_heads else None
 
         def in_layer(graph: Graph, layer: int) -> Graph:
             head = _head(graph) if graph is before.model.epilogue else None
@@ -55,7 +58,8 @@ class QuantizeWeights(Pass[Base, Base]):
                 if stored is not None:
                     is_head, is_in_layer = parameter.name == head, graph not in outside
                     return stored.of(module.format(layer=layer), is_head, is_in_layer)
-                return self.format if "{layer}" in module else None
+                is_stored = "{layer}" in module or parameter.source == quantized_head
+                return self.format if is_stored else None
 
             return quantized(graph, format_of)
 
@@ -89,13 +93,31 @@ def _head(epilogue: Graph) -> str | None:
     return reads[-1] if reads else None
 
 
+def _head_source(epilogue: Graph) -> str | None:
+    head = _head(epilogue)
+    return None if head is None else epilogue.parameters_by_name[head].source
+
+
+def _tables(graph: Graph) -> dict[str, str]:
+    """Return the dtypes of parameters that a graph reads as embedding tables only, by name."""
+    others = {
+        name
+        for node in graph.nodes
+        for place, name in enumerate(node.inputs)
+        if node.op != "embedding" or place
+    }
+    tables = [node.inputs[0] for node in graph.nodes if node.op == "embedding"]
+    return {name: graph.types[name].dtype for name in tables if name not in others}
+
+
 def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:
     """Return a graph with the formats in the types of its matrices.
 
     Raises:
         UnsupportedError: a matrix does not fit the format's blocks, or has experts.
     """
-    names = set(multiplied(graph))
+    tables = _tables(graph)
+    names = {*multiplied(graph), *tables}
 
     def with_format(parameter: Parameter) -> Parameter:
         shape, name = parameter.type.features, format_of(parameter)
@@ -112,4 +134,12 @@ def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Gra
         type_ = parameter.type.with_dtype(name)
         return dataclasses.replace(parameter, value=Value(parameter.name, type_))
 
-    return graph.replace(parameters=tuple(map(with_format, graph.parameters)))
+    parameters = tuple(map(with_format, graph.parameters))
+    changed = {p.name for p in parameters if p.type.dtype in FORMATS}
+
+    def with_dtype(node: Node) -> Node:
+        if node.op != "embedding" or node.inputs[0] not in changed:
+            return node
+        return dataclasses.replace(node, attributes=(("dtype", tables[node.inputs[0]]),))
+
+    return graph.replace(parameters=parameters, nodes=tuple(map(with_dtype, graph.nodes)))

@@ -12,6 +12,7 @@ import sympy
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
 from pcg.ir.operators.base import (
+    DTYPE,
     FLAG,
     FLOAT,
     Aligned,
@@ -22,6 +23,7 @@ from pcg.ir.operators.base import (
     cast_bytes,
     check_gradient,
     declared,
+    optional,
     widened,
 )
 from pcg.ir.operators.linear import Linear
@@ -29,17 +31,25 @@ from pcg.ir.types import tensor
 
 
 class Embedding(Operator):
-    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`."""
+    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`.
+
+    `dtype` is that of the rows of a quantized table.
+    """
 
     name = "embedding"
-    template = "F.embedding({1}, {0})"
+    attributes = declared(dtype=optional(DTYPE))
     inputs = (2, 2)
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        function = "K.embedding" if "dtype" in attributes else "F.embedding"
+        return f"{function}({inputs[1]}, {inputs[0]})"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types
         if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise or ids.features:
             raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
-        return (table.with_shape((ids.shape[0], table.shape[1])),)
+        rows = table.with_dtype(attributes.get("dtype", table.dtype))
+        return (rows.with_shape((ids.shape[0], table.shape[1])),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1, 0), (-1,)
@@ -56,7 +66,9 @@ class EmbeddingPart(Embedding):
     """Rows of the rank's part of a table, 0 for ids of other ranks: a summand of the embedding."""
 
     name = "embedding_part"
-    template = "K.embedding_part({1}, {0}, batch)"
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        return f"K.embedding_part({inputs[1]}, {inputs[0]}, batch)"
 
 
 class CrossEntropy(Operator):

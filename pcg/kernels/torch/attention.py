@@ -34,7 +34,7 @@ from pcg.kernels.torch.attention_math import (
     is_host,
     lse_dtype,
 )
-from pcg.kernels.torch.decode_attention import attend_single_tokens
+from pcg.kernels.torch.host_kernels import attend_single_tokens
 from pcg.ranks.step_parts import TokenParts, TokenSums
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention

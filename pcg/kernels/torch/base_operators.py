@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
+from pcg.kernels.torch.host_kernels import normed, turned
+from pcg.kernels.torch.products import stand_in_of
 
 
 def widened(x: Tensor) -> Tensor:
@@ -20,6 +22,9 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (offset + weight); see the operator rms_norm."""
+    native = normed(x, weight, eps, offset, round_first)
+    if native is not None:
+        return native
     wide = widened(x)
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps)).unsqueeze(-1)
     if wide is x:  # nothing is rounded
@@ -80,12 +85,14 @@ def rope_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if cos.dtype != x.dtype:
         wide = torch.promote_types(x.dtype, cos.dtype)
         return rope_half(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
+    native = turned(x, cos, sin)
+    if native is not None:
+        return native
     n, half = cos.shape[-1], cos.shape[-1] // 2
     if n == x.shape[-1] and x.shape[0] <= _FEW_TOKENS:
         return torch.addcmul(x * cos.unsqueeze(1), torch.roll(x, half, -1), _signed(sin))
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = x[..., :n]
-    y = turned * cos
+    y = x[..., :n] * cos
     y[..., :half].addcmul_(x[..., half:n], sin[..., :half], value=-1)
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return y if n == x.shape[-1] else torch.cat((y, x[..., n:]), -1)
@@ -148,10 +155,15 @@ def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Te
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """Look ids up in a table, which may be quantized."""
+    return stand_in_of(table).rows(ids, table.dtype) if table.is_meta else F.embedding(ids, table)
+
+
 def embedding_part(ids: Tensor, table: Tensor, batch: ProgramBatch) -> Tensor:
     """Look ids up in the rank's part of a table; zeros for ids of other ranks."""
     places, is_own = _own_places(ids, table.shape[0], batch)
-    return F.embedding(places, table).masked_fill_(~is_own.unsqueeze(-1), 0)
+    return embedding(places, table).masked_fill_(~is_own.unsqueeze(-1), 0)
 
 
 def cross_entropy_part(logits: Tensor, targets: Tensor, batch: ProgramBatch) -> Tensor:

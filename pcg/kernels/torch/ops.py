@@ -11,6 +11,7 @@ from pcg.kernels.torch.base_operators import (
     cross_entropy_backward,
     cross_entropy_part,
     cross_entropy_part_backward,
+    embedding,
     embedding_part,
     layer_norm,
     layer_norm_backward,

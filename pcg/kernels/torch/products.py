@@ -43,6 +43,10 @@ class StandIn(ABC):
         """Return dy W, [T, in]."""
 
     @abstractmethod
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight's rows by index, [T, in]."""
+
+    @abstractmethod
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in A's dtype."""
 
@@ -74,6 +78,9 @@ class RemoteWeight(StandIn):
         return dataclasses.replace(self, names=names)  # type: ignore[type-var]
 
     def input_gradient(self, dy: Tensor) -> Tensor:
+        raise SplitError(self.refusal)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         raise SplitError(self.refusal)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -336,8 +343,7 @@ def linear_group(
     first: Any = weights[0]
     if hasattr(first, "group_sizes"):
         y = linear(x, first, first.group_bias if biases else None)
-        outs: Sequence[Tensor] = y.split(first.group_sizes, -1) if len(weights) > 1 else (y,)
-        return outs
+        return torch.split_with_sizes(y, first.group_sizes, -1) if len(weights) > 1 else (y,)
     padded = biases or [None] * len(weights)
     if len(weights) > 1 and has_stand_in(first):
         y = stand_in_of(first).linear(x, [stand_in_of(weight) for weight in weights[1:]])

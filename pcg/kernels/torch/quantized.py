@@ -81,12 +81,16 @@ class QuantizedWeight(StandIn):
         return sum(block.parts.size_bytes for block in self.blocks)
 
     @cached_property
+    def _rows(self) -> int:
+        return sum(block.parts.rows for block in self.blocks)
+
+    @cached_property
     def _matrices(self) -> native.Matrices | None:
         return native.joined([block.matrix for block in self.blocks])
 
     def linear(self, x: Tensor, others: Sequence[QuantizedWeight]) -> Tensor:
         weight = self.joined(others) if others else self
-        y = x.new_empty(len(x), sum(block.parts.rows for block in weight.blocks))
+        y = x.new_empty(x.shape[0], weight._rows)
         matrices = weight._matrices
         if matrices is None or not matrices.multiply(x, y):
             for block, (start, stop) in weight._spans():
@@ -108,6 +112,10 @@ class QuantizedWeight(StandIn):
         for block, (start, stop) in self._spans():
             block.input_gradient(dy[:, start:stop], dx)
         return dx.to(dy.dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        (block,) = self.blocks
+        return block.format.whole(block.format.chosen(block.parts, ids), dtype)
 
     def adapted_lengths(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
         lengths = a.new_empty(len(b))

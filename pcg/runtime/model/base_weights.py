@@ -230,7 +230,8 @@ class WeightStore:
     ) -> Mapping[str, Tensor]:
         """Return stand-ins for quantized matrices, and for those of another process.
 
-        A matrix that other operators of the graph also read, such as an embedding, has none.
+        A matrix of another process has none if other operators of the graph also read it, such as
+        an embedding.
         """
         names = [name for name in multiplied(graph) if name in reads]
         remote = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pcg.ir.program.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
-from pcg.kernels.torch.products import ProductRequest, Result
+from pcg.kernels.torch.products import ProductRequest, Result, has_stand_in
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
@@ -143,7 +143,9 @@ class BoundTraining:
     @property
     def device(self) -> torch.device:
         held = (self.weights.prologue, *self.weights.layers, self.weights.epilogue)
-        return next(tensor.device for weights in held for tensor in vars(weights).values())  # type: ignore[no-any-return]
+        tensors = (tensor for weights in held for tensor in vars(weights).values())
+        device: torch.device = next(t.device for t in tensors if not has_stand_in(t))
+        return device
 
     def targets_of(self, example: Example) -> list[int]:
         """Return the target of each token, virtual tokens first; negative for none."""

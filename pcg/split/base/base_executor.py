@@ -215,6 +215,8 @@ class BaseExecutor:
                 if parameter.role == "frozen":
                     kept = self.multiplied if parameter.name in products else self.fetched
                 tensor: Tensor = getattr(holder, python_name(parameter.name))
+                if kept is self.fetched:
+                    tensor = float_weight(tensor)
                 kept[parameter.source.format(layer=layer)] = tensor
         widest = max(max(weight.shape) for weight in self.multiplied.values())
         tensors = {**constants, **self.fetched, **self.multiplied}

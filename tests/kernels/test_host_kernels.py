@@ -1,4 +1,4 @@
-"""The native kernel of single new tokens, against attention in fp64 over gathered rows."""
+"""The native kernels of single new tokens, norms and rotary embedding, against PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.torch import decode_attention
+from pcg.kernels.torch import base_operators, host_kernels
 from pcg.kernels.torch.attention_math import Scoring
 from pcg.runtime.model.batch import Singles, decode_rows
 
-pytestmark = pytest.mark.skipif(
-    decode_attention._kernel() is None, reason="there is no C++ compiler"
-)
+pytestmark = pytest.mark.skipif(host_kernels._library() is None, reason="there is no C++ compiler")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
 
@@ -116,7 +114,7 @@ def test_single_tokens_attend_to_their_rows(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert decode_attention.attend_single_tokens(step, q, k, v, out, scoring)
+        assert host_kernels.attend_single_tokens(step, q, k, v, out, scoring)
     finally:
         torch.set_num_threads(before)
     right = expected(step, q, k, v, scoring)
@@ -126,21 +124,66 @@ def test_single_tokens_attend_to_their_rows(
 def test_a_token_has_the_same_bits_alone_and_nan_stays_in_its_sequence() -> None:
     step, scoring = Step(LENGTHS, SCATTERED), Scoring(scale=0.1)
     q, k, v, out = tensors(step, (6, 2), (64, 64), torch.float32)
-    assert decode_attention.attend_single_tokens(step, q, k, v, out, scoring)
+    assert host_kernels.attend_single_tokens(step, q, k, v, out, scoring)
     for i, token in enumerate(step.tokens.tolist()):
         alone = Step([LENGTHS[i]], [SCATTERED[i]])
         alone.tables[0].pages = step.tables[i].pages
         alone._singles.first_rows[:] = step._singles.first_rows[i]
         single = torch.empty(1, 6, 64)
-        assert decode_attention.attend_single_tokens(
-            alone, q[token : token + 1], k, v, single, scoring
-        )
+        assert host_kernels.attend_single_tokens(alone, q[token : token + 1], k, v, single, scoring)
         assert torch.equal(single[0], out[token])
     broken = k.clone()
     broken[0, step.rows(4, 0)[3], 5] = torch.nan
     damaged = torch.empty_like(out)
-    assert decode_attention.attend_single_tokens(step, q, broken, v, damaged, scoring)
+    assert host_kernels.attend_single_tokens(step, q, broken, v, damaged, scoring)
     bad = step.tokens[4]
     assert damaged[bad, :3].isnan().all()
     damaged[bad, :3] = out[bad, :3]
     assert torch.equal(damaged, out)
+
+
+LAYOUTS = {
+    "tokens": lambda: torch.randn(5, 96),
+    "columns of wider rows": lambda: torch.randn(7, 300)[:, 40:237],
+    "heads": lambda: torch.randn(3, 4, 80),
+    "heads of wider tokens": lambda: torch.randn(6, 9, 64)[:, 2:5],
+    "many": lambda: torch.randn(700, 3, 128),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("offset", "rounds_first"), [(0.0, True), (1.0, False), (1.0, True)])
+def test_norms_are_those_in_fp64(
+    layout: str, offset: float, rounds_first: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    x = (3 * LAYOUTS[layout]()).to(dtype)
+    for weight in (None, torch.randn(x.shape[-1]).to(dtype)):
+        found = host_kernels.normed(x, weight, 1e-5, offset, rounds_first)
+        assert found is not None
+        wide = None if weight is None else weight.double()
+        right = base_operators.rms_norm(x.double(), wide, 1e-5, offset, rounds_first)
+        assert (found - right).norm() / right.norm() < TOLERANCES[dtype]
+        alone = host_kernels.normed(x[-1:], weight, 1e-5, offset, rounds_first)
+        assert torch.equal(alone, found[-1:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("layout", ["heads", "heads of wider tokens", "many"])
+def test_rotary_embeddings_are_those_in_fp64(layout: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x = LAYOUTS[layout]().to(dtype)
+    for turned in (x.shape[-1], 32, 6):
+        cos, sin = (torch.randn(len(x), turned).to(dtype) for _ in range(2))
+        found = host_kernels.turned(x, cos, sin)
+        assert found is not None
+        right = base_operators.rope_half(x.double(), cos.double(), sin.double())
+        assert (found - right).norm() / right.norm() < TOLERANCES[dtype]
+
+
+def test_other_tensors_are_left_to_pytorch() -> None:
+    x, weight = torch.randn(4, 32), torch.ones(32)
+    for wrong in (x.double(), x.half(), x.t(), x.requires_grad_(), x.to("meta")):
+        assert host_kernels.normed(wrong, weight.to(wrong.dtype), 1e-5, 0.0, True) is None
+    assert host_kernels.normed(x.detach(), weight.bfloat16(), 1e-5, 0.0, True) is None

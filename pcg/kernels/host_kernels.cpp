@@ -1,10 +1,13 @@
-// Attention of a single new token of each sequence to its rows of the KV cache, on CPUs.
+// Attention of single new tokens, norms and rotary embedding on CPUs, where a call of PyTorch's
+// operators costs more than their arithmetic.
 //
-//     s = scale * q k^T;  s = softcap * tanh(s / softcap);  s += slope * distance
-//     out = softmax(s) v
+//     attention   s = scale * q k^T;  s = softcap * tanh(s / softcap);  s += slope * distance
+//                 out = softmax(s) v
+//     rms_norm    y = x / sqrt(mean(x^2) + eps) * (offset + weight)
+//     rope        y = x * cos + (-x2, x1) * sin    of halves x1, x2
 //
-// Keys and values are read once, in the rows where they lie: a sequence is a list of spans of rows.
-// A KV head of a sequence is computed by itself, in fp32, so its result depends on nothing else.
+// Attention reads keys and values once, in the rows where they lie: a sequence is a list of spans of
+// rows. All is computed in fp32, for each token by itself, so a result depends on nothing else.
 
 #include <algorithm>
 #include <cmath>
@@ -21,9 +24,10 @@ constexpr int kVectors = 4;           // of a row of values
 constexpr int64_t kColumns = kVectors * kLanes;
 constexpr int64_t kFewRows = 64;      // of keys or values, in a core's L1
 constexpr int64_t kAhead = 4096;       // bytes; hardware does not prefetch across pages
+constexpr int64_t kLeastWork = 1 << 16; // numbers that are worth a second thread
 constexpr float kLeast = -87.0f;      // e^x is a normal number above it
 
-// The arguments of a call; strides count elements. The struct of `pcg.kernels.torch.decode_attention`.
+// The arguments of attention, as `pcg.kernels.torch.host_kernels` has them; strides count elements.
 struct Call {
   int64_t q, q_stride, out, out_stride;  // of tokens [heads, size] and [heads, value_size]
   int64_t keys, key_head, key_row, values, value_head, value_row;
@@ -207,6 +211,85 @@ void attend(const Call& call, const Sequence& sequence, int64_t head, float scal
 }
 
 }  // namespace
+
+namespace {
+
+// A row of a norm; a factor is rounded where PyTorch rounds it.
+template <class E>
+void norm_row(const E* x, const E* weight, E* y, int64_t size, float eps, float offset,
+              bool rounds_first) {
+  Floats sums[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    const Floats a = load(x + i), b = load(x + i + kLanes);
+    sums[0] += a * a;
+    sums[1] += b * b;
+  }
+  float sum = total(sums[0] + sums[1]);
+  for (int64_t j = i; j < size; j++) sum += widened(x[j]) * widened(x[j]);
+  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+  for (int64_t j = 0; j < size; j++) {
+    float v = widened(x[j]) * scale;
+    if (weight) {
+      float factor = widened(weight[j]) + offset;
+      if (rounds_first) v = widened(rounded<E>(v)), factor = widened(rounded<E>(factor));
+      v *= factor;
+    }
+    y[j] = rounded<E>(v);
+  }
+}
+
+template <class E>
+void rope_head(const E* x, const E* cos, const E* sin, E* y, int64_t turned, int64_t size) {
+  const int64_t half = turned / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = widened(x[i]), b = widened(x[i + half]);
+    y[i] = rounded<E>(a * widened(cos[i]) - b * widened(sin[i]));
+    y[i + half] = rounded<E>(b * widened(cos[i + half]) + a * widened(sin[i + half]));
+  }
+  std::memcpy(y + turned, x + turned, (size - turned) * sizeof(E));
+}
+
+// Calls run(token) in threads where there is enough to do.
+template <class Run>
+void by_tokens(int64_t tokens, int64_t work, int threads, Run run) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * work > kLeastWork)
+  for (int64_t t = 0; t < tokens; t++) run(t);
+}
+
+}  // namespace
+
+// Rows of [tokens, heads, size]: x has a stride from one token to the next, y none. Weight 0 for
+// none.
+extern "C" void pcg_rms_norm(const void* x, int64_t x_stride, const void* weight, void* y,
+                             int64_t tokens, int64_t heads, int64_t size, float eps, float offset,
+                             int rounds_first, int is_bf16, int threads) {
+  const auto run = [&](auto* out) {
+    using E = std::remove_pointer_t<decltype(out)>;
+    by_tokens(tokens, heads * size, threads, [&](int64_t t) {
+      for (int64_t h = 0; h < heads; h++)
+        norm_row(static_cast<const E*>(x) + t * x_stride + h * size, static_cast<const E*>(weight),
+                 out + (t * heads + h) * size, size, eps, offset, rounds_first);
+    });
+  };
+  is_bf16 ? run(static_cast<Bf16*>(y)) : run(static_cast<float*>(y));
+}
+
+// As for norms; cos and sin are [tokens, turned].
+extern "C" void pcg_rope(const void* x, int64_t x_stride, const void* cos, const void* sin, void* y,
+                         int64_t tokens, int64_t heads, int64_t size, int64_t turned, int is_bf16,
+                         int threads) {
+  const auto run = [&](auto* out) {
+    using E = std::remove_pointer_t<decltype(out)>;
+    by_tokens(tokens, heads * size, threads, [&](int64_t t) {
+      const E *c = static_cast<const E*>(cos) + t * turned, *s = static_cast<const E*>(sin) + t * turned;
+      for (int64_t h = 0; h < heads; h++)
+        rope_head(static_cast<const E*>(x) + t * x_stride + h * size, c, s,
+                  out + (t * heads + h) * size, turned, size);
+    });
+  };
+  is_bf16 ? run(static_cast<Bf16*>(y)) : run(static_cast<float*>(y));
+}
 
 extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, float softcap,
                                      int is_bf16, int threads) {
