@@ -263,10 +263,11 @@ def test_int8_tokens_have_the_same_bits_in_any_batch() -> None:
 
 
 def dequantized(model: Any, name: str) -> Any:
-    """A copy of a model with its layers' matrices as they are in a format."""
+    """A copy of a model with its matrices as they are in a format."""
     copied = copy.deepcopy(model)
+    heads = [copied.lm_head] if FORMATS[name].has_heads else []
     with torch.no_grad():
-        for module in copied.model.layers.modules():
+        for module in [*copied.model.layers.modules(), *heads]:
             if isinstance(module, torch.nn.Linear):
                 parts = FORMATS[name].quantize(module.weight)
                 module.weight.copy_(FORMATS[name].whole(parts, torch.float32))
@@ -397,7 +398,7 @@ def with_stored_weights(model: Any, executor: Any) -> Any:
 )
 def test_every_family_runs_over_a_quantized_base(family: str) -> None:
     model = oracle.random_model(BY_NAME[family].config(2))
-    program = compile_program(model.config.to_dict(), quantization="q4_0", dtype="float32")
+    program = compile_program(model.config.to_dict(), quantization="q8_0", dtype="float32")
     weights = StateDictCheckpoint(model.state_dict(), program.base_prefix)
     executor = make_executor(program, weights, None, None, "cpu")
     expected = with_stored_weights(model, executor)

@@ -35,7 +35,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 
 
 def config() -> dict[str, Any]:
-    return {**BY_NAME["llama-biases"].config(2), **SIZES}
+    return {**BY_NAME["llama-biases"].config(2), **SIZES, "tie_word_embeddings": True}
 
 
 def make_executor(name: str, degree: int = 1, ranks: Any = None) -> Executor:
@@ -54,7 +54,7 @@ def make_executor(name: str, degree: int = 1, ranks: Any = None) -> Executor:
 
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["nf4", "int4_g64", "mxfp4", "q4_1", "int8_weight"])
+@pytest.mark.parametrize("name", ["nf4", "int4_g64", "mxfp4", "q8_0", "int8_weight"])
 def test_a_job_over_ranks_gives_what_it_gives_on_one(name: str, degree: int) -> None:
     whole = make_executor(name)
     expected = work(whole)
@@ -70,7 +70,7 @@ def test_a_job_over_ranks_gives_what_it_gives_on_one(name: str, degree: int) -> 
     for outcome, held in run_ranks(degree, on_rank):
         assert worst_error(outcome, expected) < 1e-5
         # A rank of nf4 has all nested scales, and not its share of them.
-        assert held == pytest.approx(report.memory_bytes["weights"], rel=1e-3)
+        assert held == pytest.approx(report.memory_bytes["weights"], rel=2e-3)
 
 
 def test_a_cut_inside_a_block_is_refused_with_the_degrees_that_fit() -> None:
@@ -93,7 +93,7 @@ def test_bytes_of_the_base_are_those_that_explain_predicts(name: str) -> None:
         sums = native.multiplies_integers()
         packed = sum(4 * rows if sums else rows * columns for rows, columns in shapes)
     held = executor.state.weight_store.size_bytes
-    assert held - packed == pytest.approx(report.memory_bytes["weights"], rel=1e-3)
+    assert held - packed == pytest.approx(report.memory_bytes["weights"], rel=2e-3)
 
 
 def test_a_program_of_a_quantized_base_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_a_program_of_a_quantized_base_is_saved_and_loaded(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("cut", ["searched", "linear"])
+@pytest.mark.parametrize(("cut", "name"), [("searched", "nf4"), ("linear", "q8_0")])
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_split_clients_of_a_quantized_base(method: str, cut: str) -> None:
+def test_split_clients_of_a_quantized_base(method: str, cut: str, name: str) -> None:
     recipe = LoraConfig(r=4, use_dora=method == "dora", target_modules="all-linear")
     program = compiler.compile_program(
-        config(), None, quantization="nf4", dtype="float32", packed_weights=False
+        config(), None, quantization=name, dtype="float32", packed_weights=False
     )
     weights = StateDictCheckpoint(oracle.random_model(config()).state_dict(), program.base_prefix)
     whole = compiler.make_executor(program, weights, None, None, "cpu")
@@ -126,8 +126,8 @@ def test_split_clients_of_a_quantized_base(method: str, cut: str) -> None:
         split_tokens, found = results(client, recipe)
     assert split_tokens == tokens
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert oracle.relative_error(found[name], tensor) < 1e-5, name
+    for key, tensor in expected.items():
+        assert oracle.relative_error(found[key], tensor) < 1e-5, key
 
 
 def test_bases_with_some_layers_have_one_digest() -> None:
