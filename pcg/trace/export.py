@@ -403,7 +403,7 @@ def _export_with(
     run = functools.partial(_run, model)
     is_given = model_implementation is not None
     if model_implementation is None:
-        model_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        model_implementation = _usual_attention(model)
     with contextlib.ExitStack() as prepared:
         prepared.enter_context(with_attention(model, implementation, experts=IMPLEMENTATION))
         prepared.enter_context(of_attention(model_implementation))
@@ -424,13 +424,20 @@ def _export_with(
         names = _checkpoint_names(model)
         program = _export(model)
     prefix = str(getattr(model, "base_model_prefix", ""))
-    attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    attention = _usual_attention(model)
     if implementation != IMPLEMENTATION:
         attention = f"own-{attention}"
     elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
         raise _NotThisWay("the model does not call it")
     facts = (path, schedule, prefix, attention, positions_of(model.config))
     return Exported(*facts, program, constants, names)
+
+
+def _usual_attention(model: nn.Module) -> str:
+    """Return the attention with which transformers computes a model as it was trained."""
+    # transformers 5.17 has SDPA for Gemma 2, too, which leaves out the cap of its scores.
+    is_capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not is_capped else "eager"
 
 
 def _build(config: Any, implementation: str) -> nn.Module:

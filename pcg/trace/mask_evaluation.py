@@ -470,7 +470,8 @@ class Evaluation:
         shape = [1] * x.dim()
         shape[dim] = -1
         summed: Tensor = (self.positions + 1).view(shape) * first
-        return summed.to(node.meta["val"].dtype)
+        dtype = node.meta["val"].dtype
+        return summed.to(torch.float32 if dtype in _HALF else dtype)
 
     def _linear(self, node: Node, name: str) -> Tensor:
         tensors = [a for a in node.args[:2] if isinstance(a, Node)]
