@@ -87,8 +87,8 @@ class Requirement:
 
 
 REQUIREMENTS = (
-    Requirement("torch", "tensors", ">=2.11,<2.14"),
-    Requirement("transformers", "tracing", ">=5.17"),
+    Requirement("torch", "tensors", ">=2.11,<2.16"),
+    Requirement("transformers", "tracing", ">=5.17,<6"),
     Requirement("safetensors", "weights"),
     Requirement("tokenizers", "text"),
     Requirement("jinja2", "chat templates", ">=3.1.6"),

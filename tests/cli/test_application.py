@@ -156,7 +156,7 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", version)
     result = run("doctor")
     assert result.exit_code == 1
-    assert "pip install 'torch>=2.11,<2.14'" in result.stdout
+    assert "pip install 'torch>=2.11,<2.16'" in result.stdout
     assert "networkx is missing" in result.stdout
 
 

@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from itertools import islice
 
 import pytest
+from transformers.models.llama import modeling_llama
 
 from tests.support.emitted_programs import CASES, Case, pinned
 
 SHOWN = 40
 """Lines of a difference that a failure shows."""
+OTHER_ROTARY = "inv_freq_expanded" in inspect.getsource(modeling_llama.LlamaRotaryEmbedding)
+"""Older transformers compute rotary angles by a product of matrices."""
 
 
+@pytest.mark.skipif(OTHER_ROTARY, reason="pinned with another transformers")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case in CASES[:4] else pytest.mark.slow) for case in CASES],
