@@ -64,16 +64,16 @@ LENGTH_DEPENDENT_ROPE = Cause(
     "pcg does rope types that are a function of the position",
     refusal=r"aten\.max\.default in \S*rotary",
 )
+INPUTS_PER_LAYER = Cause(
+    "per-layer input embeddings",
+    "each layer reads its slice of a second embedding of the tokens",
+)
 
 CAUSES: tuple[Cause, ...] = (
     ENCODER_DECODER,
     LENGTH_DEPENDENT_ROPE,
     Cause(
         "two attentions in one layer",
-        "the KV cache has one entry for each layer and token",
-    ),
-    Cause(
-        "layers that run again",
         "the KV cache has one entry for each layer and token",
     ),
     Cause(
@@ -97,11 +97,7 @@ CAUSES: tuple[Cause, ...] = (
         "a token attends within its chunk; pcg has causal attention to all or a window",
         fields=r'"chunked_attention"',
     ),
-    Cause(
-        "per-layer input embeddings",
-        "each layer reads its slice of a second embedding of the tokens",
-        fields=r'"hidden_size_per_layer_input": [1-9]',
-    ),
+    INPUTS_PER_LAYER,
     Cause(
         "experts in another form",
         "pcg's experts are down(silu(gate) * up), without biases",
@@ -409,6 +405,12 @@ def _check_supported(config: Any) -> None:
         raise UnsupportedError(
             f"this {kind} in memory is quantized (quantization_config={quantization}); give the "
             "checkpoint's directory or hub id instead of the module"
+        )
+    inputs_size = getattr(config, "hidden_size_per_layer_input", None)
+    if inputs_size:
+        raise UnsupportedError(
+            f"this {kind} has hidden_size_per_layer_input={inputs_size}, {INPUTS_PER_LAYER.name}; "
+            f"{INPUTS_PER_LAYER.why}"
         )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:

@@ -163,8 +163,8 @@ class _Folder:
                 region = int(match[1]) if match else self._count
             if region < latest:
                 raise TraceError(
-                    f"layers that run again: %{node.name} of {node.scope} reads what a later "
-                    "layer makes"
+                    f"layers that run several times: %{node.name} of {node.scope} reads what a "
+                    "later layer makes"
                 )
             regions.update((value.name, region) for value in node.outputs)
         return regions
