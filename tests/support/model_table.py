@@ -28,7 +28,7 @@ END = "<!-- end -->\n"
 RUNS, EXPLAINS = "runs", "explains"
 _WHY = {
     RUNS: "logits and greedy tokens are those of transformers",
-    EXPLAINS: "`pcg explain` takes it, and its weights cannot be loaded or run",
+    EXPLAINS: "`pcg explain` alone takes it",
     **{cause.name: cause.why for cause in CAUSES},
 }
 _NEW_TOKENS = 8
