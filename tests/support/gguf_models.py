@@ -96,6 +96,25 @@ def _stored(weight: np.ndarray, kind: Kind) -> np.ndarray:
     return blocks.numpy()
 
 
+def random_adapter(path: Path, rank: int, **config: Any) -> Path:
+    """Write a LoRA adapter of the attention's modules of a random Llama of whole heads."""
+    writer, width = gguf.GGUFWriter(path, "llama"), config["hidden_size"]
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
+    numbers = np.random.default_rng(0)
+    for layer in range(config["num_hidden_layers"]):
+        for module in ("q", "k", "v", "output"):
+            for part, shape in (("a", (rank, width)), ("b", (width, rank))):
+                matrix = 0.02 * numbers.standard_normal(shape, dtype=np.float32)
+                writer.add_tensor(f"blk.{layer}.attn_{module}.weight.lora_{part}", matrix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _add_byte_level(writer: gguf.GGUFWriter, pre: str) -> None:
     content = json.loads(toy_tokenizers.byte_level().to_str())
     vocab, special = content["model"]["vocab"], {t["content"] for t in content["added_tokens"]}
