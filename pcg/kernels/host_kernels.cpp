@@ -184,8 +184,13 @@ void attend(const Call& call, const Sequence& sequence, int64_t head, float scal
       for (int64_t i = 0; i < rows; i++) s[i] += slope * static_cast<float>(i + 1 - rows);
     }
     for (int64_t i = rows; i < stride; i++) s[i] = -std::numeric_limits<float>::infinity();
-    float most = *s;
-    for (int64_t i = 1; i < rows; i++) most = s[i] > most ? s[i] : most;
+    Floats best = load(s);
+    for (int64_t i = kLanes; i < stride; i += kLanes) {
+      const Floats v = load(s + i);
+      best = v > best ? v : best;
+    }
+    float most = best[0];
+    for (int i = 1; i < kLanes; i++) most = best[i] > most ? best[i] : most;
     const float* sink = call.sinks ? at<const float>(call.sinks) + first + n : nullptr;
     if (sink) most = *sink > most ? *sink : most;
     Floats sums = {};
@@ -298,8 +303,9 @@ extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, floa
   const int64_t parts = call.count * call.kv_heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (int64_t i = 0; i < parts; i++) {
-    const Sequence& sequence = sequences[i / call.kv_heads];
-    const int64_t head = i % call.kv_heads;
+    // A head's rows of all sequences lie near each other.
+    const Sequence& sequence = sequences[i % call.count];
+    const int64_t head = i / call.count;
     is_bf16 ? attend<Bf16>(call, sequence, head, scale, softcap)
             : attend<float>(call, sequence, head, scale, softcap);
   }
