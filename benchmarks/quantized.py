@@ -357,14 +357,17 @@ def format_quality(
 
 def smollm_in_float(folder: str) -> str:
     """Write SmolLM2-135M-Instruct as a float checkpoint; return its directory."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     source = smollm_file()
     options = {"gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.float().save_pretrained(folder)
+    read = AutoModelForCausalLM.from_pretrained(source.parent, **options)
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)  # which save_pretrained would keep
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, **options).save_pretrained(folder)
     return folder
 
