@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +141,9 @@ def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
     }
     if machine:
         with busy("multiplying matrices"):
-            report["product_ms"] = _product_times()
+            from pcg.kernels.torch.product_times import product_times
+
+            report["product_ms"] = product_times()
     report["problems"] = _problems(packages, machine, problem)
     if model is not None and machine:
         report["model"] = weights = _weights(model, machine)
@@ -208,41 +209,6 @@ def _torch_machine() -> dict[str, Any]:
             "nccl": is_available and torch.distributed.is_nccl_available(),
         },
     }
-
-
-PRODUCT_TOKENS = (1, 16, 512)
-PRODUCT_SIZE = 2048
-
-
-def _product_times() -> dict[str, dict[str, float]]:
-    """Return milliseconds of products by a 2048 x 2048 matrix on the CPU, by format and tokens."""
-    import torch
-
-    from pcg.formats.registry import FORMATS
-    from pcg.kernels.torch.products import linear, stand_in_tensor
-    from pcg.kernels.torch.quantized import Block, QuantizedWeight
-
-    weight = 0.02 * torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
-    weights = {"float32": weight, "bfloat16": weight.bfloat16()}
-    for name in ("int8", "nf4"):
-        format_ = FORMATS[name]
-        block = Block(format_, format_.packed(format_.quantize(weight)))
-        stand_in = QuantizedWeight((block,))
-        weights[name] = stand_in_tensor(weight.shape, weight.dtype, stand_in)
-    times: dict[str, dict[str, float]] = {}
-    with torch.inference_mode():
-        for name, matrix in weights.items():
-            times[name] = {}
-            for tokens in PRODUCT_TOKENS:
-                x = torch.randn(tokens, PRODUCT_SIZE, dtype=matrix.dtype)
-                linear(x, matrix)  # compiles what it needs
-                runs = []
-                for _ in range(3):
-                    started = time.perf_counter()
-                    linear(x, matrix)
-                    runs.append(time.perf_counter() - started)
-                times[name][str(tokens)] = round(1e3 * min(runs), 3)
-    return times
 
 
 def _ptxas(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:

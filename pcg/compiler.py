@@ -21,9 +21,10 @@ from pcg.ir.program.program import Program, check_same_model
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
 from pcg.kernels.devices import indexed, on_device
+from pcg.kernels.torch.product_times import fastest_dtype, fastest_format
 from pcg.kernels.triton.backend import check_device, choose_backend, machine_device
 from pcg.keywords import takes
-from pcg.options import Backend, CompileOptions, dtype_name
+from pcg.options import AUTO, Backend, CompileOptions, dtype_name
 from pcg.parallel.costs.catalog import costs_name, own_profile, own_sheet
 from pcg.passes.graphs.pass_base import PassRecord
 from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
@@ -83,6 +84,22 @@ def compile_program(arguments: ProgramArguments) -> Program:
     )
 
 
+def _measured(
+    options: CompileOptions, config: Mapping[str, Any], device: torch.device
+) -> tuple[str | None, str | None]:
+    """Return dtype and quantization, where `auto` is replaced by the fastest on the device."""
+    if options.dtype == AUTO:
+        dtype: str | None = fastest_dtype(device)
+    else:
+        dtype = dtype_name(options.dtype)
+    if options.quantization != AUTO:
+        return dtype, options.quantization
+    if config.get("quantization_config"):
+        return dtype, None  # the checkpoint's own
+    computed = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype")) or "float32"
+    return dtype, fastest_format(device, computed)
+
+
 def _compiled(
     source: ModelSource,
     to_trace: Mapping[str, Any] | torch.nn.Module,
@@ -99,7 +116,7 @@ def _compiled(
     }
     values["costs"] = costs_name(options.costs) if options.tp > 1 else None
     values["tp_plan"] = options.styles or None
-    values["dtype"] = dtype_name(options.dtype)
+    values["dtype"], values["quantization"] = _measured(options, source.config, device)
     values["memory_budget"] = options.budget.written
     values["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**{**values, "attention": attention_libraries.OWN})

@@ -119,12 +119,13 @@ def _library(source: Path, folder: Path, compiler: Path, flags: tuple[str, ...])
 def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
     version = compiler.stat()
     known = (flags, str(compiler), version.st_size, version.st_mtime_ns, platform.machine())
-    content = repr((*known, _processor())).encode() + source.read_bytes()
+    content = repr((*known, processor())).encode() + source.read_bytes()
     headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
     return hashlib.sha256(content + headers).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the features of this machine's processor, as the system names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -22,6 +22,8 @@ Backend = Literal["auto", "torch", "triton"]
 PolicyName = Literal["fair-share", "fcfs", "adapter-clustering", "early-abort"]
 """Names of the admission policies (`pcg.runtime.admission.policies`)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+AUTO = "auto"
+"""A dtype or quantization that is chosen by a measurement."""
 STYLES = ("colwise", "rowwise", "replicated")
 """transformers' words for a module's sharding, which a plan over ranks may use."""
 
@@ -42,9 +44,11 @@ class PlanOptions:
         sequence_parallel: split the tokens of norms and residuals over the ranks.
         gradient_accumulation_steps: batches per optimizer step; the search for adapters' strategies
             spreads the sums of replicated weights' gradients over them.
-        dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default.
+        dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default. A
+            program's may be auto: the fastest on its device, measured once on a CPU.
         quantization: the format to quantize the layers' float weights to on loading, such as nf4
-            or int8 (docs/models.md); by default a checkpoint keeps its own format.
+            or int8 (docs/models.md); by default a checkpoint keeps its own format. A program's may
+            be auto: int8 where it was measured to be faster than the dtype.
         memory_budget: the memory that finetuning may save for backward: from 1 (the default), which
             recomputes no matrix product, to 0, the least memory; or bytes, such as 8GiB.
         batch: sequences of the finetuning step that the budget is planned for.
@@ -60,6 +64,8 @@ class PlanOptions:
     """
 
     title: ClassVar[str] = "Precision, memory and ranks"
+    measures: ClassVar[bool] = False
+    """True if the options are of a program for this machine, where `auto` can be measured."""
 
     tp: int = 1
     costs: str | os.PathLike[str] | None = None
@@ -83,8 +89,12 @@ class PlanOptions:
                 f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
                 "exact values"
             )
-        dtype_name(self.dtype)
-        if self.quantization is not None:
+        measures = self.measures and self.tp == 1
+        if self.dtype != AUTO or not measures:
+            dtype_name(self.dtype)
+        if self.quantization == AUTO and not measures:
+            raise _not_measured("quantization")
+        if self.quantization not in (None, AUTO):
             from pcg.formats.registry import find_format  # imports torch
 
             find_format(self.quantization)
@@ -168,6 +178,7 @@ class CompileOptions(PlanOptions):
     """
 
     title: ClassVar[str] = PlanOptions.title
+    measures: ClassVar[bool] = True
 
     backend: Backend = "auto"
     adapter_copies: Literal["bfloat16", "float32"] | None = None
@@ -402,11 +413,20 @@ class MemoryBudget:
         return f"{self.share:g}" if self.share is not None else f"{self.size_bytes} bytes"
 
 
+def _not_measured(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}='auto' is measured on the machine that compiles a program, and ranks and reports "
+        f"may be of others; give a {name}, or leave it out"
+    )
+
+
 def dtype_name(dtype: object) -> str | None:
     """Return torch's name of a dtype, given as a dtype or by name; None for None."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
+    if name == AUTO:
+        raise _not_measured("dtype")
     if name not in DTYPES:
         raise UnsupportedError(f"dtype={name!r}; use one of {', '.join(DTYPES)}")
     return name
