@@ -50,7 +50,7 @@ def check_cache(
     for sequence, table in zip(sequences, tables, strict=True):
         rows = [table.rows(token, token + 1)[0] for token in range(len(sequence))]
         with torch.no_grad():
-            theirs = base(torch.tensor([sequence]), use_cache=True).past_key_values.layers
+            theirs = base(torch.tensor([sequence]), use_cache=True)[oracle.CACHE].layers
         for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
             for ours, other in ((keys, theirs[layer].keys), (values, theirs[layer].values)):
                 kept = other.shape[2]  # a sliding layer keeps the last alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 NEW_TOKENS = 32
+CACHE = "past_key_values"
+"""The argument and the output with the KV cache; transformers 5.24 renames it."""
+if CACHE not in inspect.signature(transformers.LlamaModel.forward).parameters:
+    CACHE = "cache"
 
 
 def random_model(

@@ -21,6 +21,7 @@ from tests.support.edited_model import (
     hidden_of,
     wrapped_method,
 )
+from tests.support.oracle import CACHE
 
 # ------------------------------------------------------------------------------------------- layers
 
@@ -458,7 +459,7 @@ def branch_on_arguments(m: EditedModel) -> None:
     """Of the causal LM's, the trunk's, a layer's or the attention's forward."""
     change, layer = m.token_function(), m.pick(list(m.layers))
     name = m.pick(
-        ("position_ids", "attention_mask", "past_key_values", "use_cache", "inputs_embeds",
+        ("position_ids", "attention_mask", CACHE, "use_cache", "inputs_embeds",
          "labels", "logits_to_keep", "output_attentions", "cache_position", "hidden_states")
     )  # fmt: skip
     condition = m.pick(
@@ -497,11 +498,11 @@ def cache(m: EditedModel) -> None:
 
     def forced(original: Any, *args: Any, **kwargs: Any) -> Any:
         if make is not None:
-            kwargs["past_key_values"] = make()
+            kwargs[CACHE] = make()
         return original(*args, **{**kwargs, "use_cache": True})
 
     def read(original: Any, *args: Any, **kwargs: Any) -> Any:
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(CACHE)
         out = original(*args, **kwargs)
         if kind == 0 or past is None:
             return changed(out, lambda x: c * x) if past is None else out
