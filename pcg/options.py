@@ -92,12 +92,8 @@ class PlanOptions:
         measures = self.measures and self.tp == 1
         if self.dtype != AUTO or not measures:
             dtype_name(self.dtype)
-        if self.quantization == AUTO and not measures:
-            raise _not_measured("quantization")
-        if self.quantization not in (None, AUTO):
-            from pcg.formats.registry import find_format  # imports torch
-
-            find_format(self.quantization)
+        if self.quantization != AUTO or not measures:
+            format_name(self.quantization)
         _ = self.budget
 
     def _check_ranks(self) -> None:
@@ -418,6 +414,17 @@ def _not_measured(name: str) -> UnsupportedError:
         f"{name}='auto' is measured on the machine that compiles a program, and ranks and reports "
         f"may be of others; give a {name}, or leave it out"
     )
+
+
+def format_name(name: str | None) -> str | None:
+    """Return the name of a weight format; UnsupportedError if there is none. None for None."""
+    if name is None:
+        return None
+    if name == AUTO:
+        raise _not_measured("quantization")
+    from pcg.formats.registry import find_format  # imports torch
+
+    return find_format(name).name
 
 
 def dtype_name(dtype: object) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import AttentionLibrary
-from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name
+from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name, format_name
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, RankCosts
 from pcg.parallel.costs.layer_costs import CONTEXT_TOKENS, SERVING_TOKENS, DeviceCosts
@@ -188,7 +188,7 @@ def pipeline(settings: Settings) -> Pipeline:
     layers, functions = "training.kinds.gradients", "serving.graph training.graph"
     return Pipeline(
         trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
-        fold=_stage("fold", FoldTrace(), QuantizeWeights(options.quantization)),
+        fold=_stage("fold", FoldTrace(), QuantizeWeights(format_name(options.quantization))),
         raise_operators=_stage("raise", On("model", RaiseOperators())),
         attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
         parallelize=_stage(
