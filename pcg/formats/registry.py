@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pcg.formats.gguf import GGUF_FORMATS
 from pcg.formats.int4 import Int4, gptq_name, int4_format
 from pcg.formats.int8 import Int8
 
+_LOG = logging.getLogger("pcg.formats")
 _FIXED: tuple[Format, ...] = (
     Blocks4("nf4", nests=True),
     Blocks4("nf4", nests=False),
@@ -223,6 +226,15 @@ def _patterns(names: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+@functools.cache
+def _note_exact(names: tuple[str, ...]) -> None:
+    _LOG.warning(
+        "the checkpoint's %s may be stored in fewer bits, and pcg computes them in the model's "
+        "dtype, which is slower and more exact",
+        " and ".join(names),
+    )
+
+
 def _compressed(settings: Mapping[str, Any]) -> StoredFormat:
     """Return the format of a checkpoint of compressed-tensors, with a single group of modules."""
     groups = list((settings.get("config_groups") or {}).values())
@@ -243,5 +255,12 @@ def _compressed(settings: Mapping[str, Any]) -> StoredFormat:
             f"{kind or 'none'} with {bits} bits by {strategy}; pcg reads a single group of "
             "modules in pack-quantized (4 bits), float-quantized, mxfp4 or nvfp4"
         )
+    rounded = {
+        "inputs": groups[0].get("input_activations"),
+        "outputs": groups[0].get("output_activations"),
+        "keys and values": settings.get("kv_cache_scheme"),
+    }
+    if names := tuple(name for name, scheme in rounded.items() if scheme):
+        _note_exact(names)
     targets = _patterns(groups[0].get("targets") or ())
     return StoredFormat(name, _patterns(settings.get("ignore") or ()), targets)

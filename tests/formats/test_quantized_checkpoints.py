@@ -19,6 +19,8 @@ from safetensors import safe_open
 
 import pcg
 from pcg.errors import PcgError, UnsupportedError, WeightsError
+from pcg.formats import registry
+from pcg.formats.format import compressed_settings
 from pcg.formats.registry import FORMATS, stored_format
 from tests.formats.test_formats import dequantized, matrix, stored_matrix
 from tests.support import oracle
@@ -290,6 +292,23 @@ def test_settings_that_are_not_read_are_named(
     model_type = given_all.pop("model_type", "llama")
     with pytest.raises(UnsupportedError, match=re.escape(named)):
         stored_format({"model_type": model_type, "quantization_config": given_all})
+
+
+def test_rounding_that_pcg_leaves_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of activations, keys and values: weights alone are in a format."""
+    settings = compressed_settings("float-quantized", {"num_bits": 8, "strategy": "channel"}, ())
+    config = {"quantization_config": {"quant_method": "compressed-tensors", **settings}}
+    group = settings["config_groups"]["group_0"]
+    registry._note_exact.cache_clear()
+    with caplog.at_level("WARNING", "pcg.formats"):
+        assert stored_format(config).name == "fp8"
+        assert not caplog.records
+        group["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+        settings["kv_cache_scheme"] = {"num_bits": 8}
+        for _ in range(2):
+            assert stored_format({"quantization_config": dict(settings)}).name == "fp8"
+    (record,) = caplog.records
+    assert "inputs and keys and values" in record.getMessage()
 
 
 def test_an_adapter_trains_over_layers_that_are_quantized_in_part(

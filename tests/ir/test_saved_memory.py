@@ -55,6 +55,18 @@ def test_the_peak_of_a_step_is_predicted(name: str, dtype: str, budget: float) -
     assert abs(peak_error(BY_NAME[name], dtype, budget)) < 0.03
 
 
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("nf4", "float32"), ("int8", "bfloat16"), ("mxfp4", "bfloat16"), ("q4_1", "float32")],
+)
+def test_the_peak_of_a_step_over_a_quantized_base_is_predicted(
+    quantization: str, dtype: str
+) -> None:
+    for budget in (1.0, 0.5):
+        error = peak_error(BY_NAME["llama3"], dtype, budget, quantization=quantization)
+        assert abs(error) < 0.03
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size_bytes", [5_000_000, pytest.param(8_000_000, marks=pytest.mark.slow)])
 def test_the_peak_of_a_step_whose_layers_share_inputs_is_predicted(size_bytes: int) -> None:

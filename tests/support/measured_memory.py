@@ -60,14 +60,18 @@ def peak_error(
     budget: float,
     layers: int = 4,
     recipe: LoraConfig | None = None,
-    **over_ranks: Any,
+    **options: Any,
 ) -> float:
-    """The error of a step of four sequences of 192 tokens; by default of LoRA on every layer."""
+    """The error of a step of four sequences of 192 tokens; by default of LoRA on every layer.
+
+    Args:
+        options: of compiling, such as the ranks or a quantization.
+    """
     excluded = tuple(family.excluded) or None
     recipe = recipe or LoraConfig(r=4, target_modules="all-linear")
     recipe = dataclasses.replace(recipe, exclude_modules=excluded)
     step = Step(_widened(family.config(layers)), recipe, dtype, budget, batch=4, seq=192)
-    return step.peak_error(**over_ranks)
+    return step.peak_error(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +93,9 @@ class Step:
     batch: int
     seq: int
 
-    def peak_error(self, **over_ranks: Any) -> float:
+    def peak_error(self, **others: Any) -> float:
         """Predicted peak by the measured one, less 1."""
-        options = {"memory_budget": self.budget, "batch": self.batch, "seq": self.seq, **over_ranks}
+        options = {"memory_budget": self.budget, "batch": self.batch, "seq": self.seq, **others}
         model = oracle.random_model(self.config, getattr(torch, self.dtype))
         runner = compiler.compile(model, {"a": self.recipe}, **options).training_runner("a")
         memory = explaining.explain(
