@@ -40,6 +40,7 @@ import pcg
 from pcg.formats.format import Parts
 from pcg.formats.registry import FORMATS
 from pcg.kernels.torch.quantized import Block, QuantizedWeight
+from pcg.runtime.data.example import Example
 
 MIXED = 64
 FLOATS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -96,6 +97,30 @@ def large(rounds: int = 2, new_tokens: int = 8, layers: int = 16) -> dict[str, A
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
     model = bench.random_llama(**sizes, num_hidden_layers=layers, num_key_value_heads=16)
     return generation(model, rounds, new_tokens)
+
+
+@bench.case("quantized-step", rounds=1, layers=1, tokens=16)
+def step(rounds: int = 3, layers: int = 4, tokens: int = 512) -> dict[str, Any]:
+    """Measure a LoRA step in bf16 over a base in bf16, nf4 and int8, of hidden size 2,048."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+    model = bench.random_llama(**sizes, num_hidden_layers=layers, num_key_value_heads=16)
+    example = Example(list(range(tokens)), list(range(tokens)))
+    recipe = pcg.LoraConfig(r=16, target_modules="all-linear")
+
+    def stepping(quantization: str | None) -> Callable[[], float]:
+        executor = pcg.compile(model, {"a": recipe}, dtype="bfloat16", quantization=quantization)
+        runner = executor.training_runner("a")
+        run = partial(runner.forward_backward, [example], tokens - 1)
+        return lambda: bench.seconds(run, time.process_time)
+
+    calls = {name or "bf16": stepping(name) for name in (None, "nf4", "int8")}
+    found = bench.interleave(calls, rounds)
+    return {
+        "seconds": bench.medians(found),
+        "nf4 / bf16 (at most 1.1)": bench.ratio(found, "nf4", "bf16"),
+        "int8 / bf16": bench.ratio(found, "int8", "bf16"),
+    }
 
 
 # --------------------------------------------------------------------------------------- products

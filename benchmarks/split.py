@@ -9,6 +9,7 @@ split-finetuning    four clients, and an undivided engine with four jobs, agains
                     transformers + peft, on the same tokens. The rate is all tokens by the time
                     until the last has ended; memory is the largest sum of proportional set sizes:
                     what several processes map counts once in all.
+split-int8          the same four clients over a base in int8
 split-policies      eight clients of mixed sizes, of which six generate and two finetune. Latency is
                     the time of one token of each of a client's prompts, in the mean over clients.
                     The base is killed and started again with the next policy; clients reconnect.
@@ -245,11 +246,13 @@ class Setting:
 
 
 @contextmanager
-def prepared() -> Iterator[Setting]:
+def prepared(quantization: str | None = None) -> Iterator[Setting]:
     """Write the model, and compile a base's program and a client's, as `pcg compile` does."""
     with bench.saved(save_model) as directory:
         setting = Setting(directory, directory / "base-program", directory / "client-program")
         options = ("--backend", "torch", "--no-packed-weights", "--dtype", "float32")
+        if quantization is not None:
+            options += ("--quantization", quantization)
         command = [sys.executable, "-m", "pcg_cli", "compile", str(directory), *options]
         quiet = subprocess.DEVNULL
         output = ["-o", str(setting.base_program)]
@@ -289,26 +292,34 @@ class Memory:
         self._thread.join()
 
 
+@bench.case("split-int8", rounds=1, steps=1)
+def int8_base(rounds: int = 2, steps: int = 0) -> dict[str, Any]:
+    return finetuning(rounds, steps, "int8", 2.0)
+
+
 @bench.case("split-finetuning", rounds=1, steps=1)
-def finetuning(rounds: int = 2, steps: int = 0) -> dict[str, Any]:
+def finetuning(
+    rounds: int = 2, steps: int = 0, quantization: str | None = None, bound: float = 2.5
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with prepared() as setting:
+    with prepared(quantization) as setting:
         for batch, sequence in SIZES:
             count = steps or max(3, 256 // (batch * sequence))
             work = Work("train", batch, sequence)
-            series: dict[str, list[dict[str, Any]]] = {"peers": [], "clients": [], "engine": []}
+            sides = ("peers", "clients") if quantization else ("peers", "clients", "engine")
+            series: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
             for _ in range(rounds):
                 for side in series:
                     with ExitStack() as stack:
                         series[side].append(one_side(setting, stack, side, work, count))
             numbers: dict[str, Any] = {side: middle(many) for side, many in series.items()}
-            bounds = {"tokens_per_s": " (at least 2.5)", "memory_mib": " (at most 0.4)"}
+            bounds = {"tokens_per_s": f" (at least {bound})", "memory_mib": " (at most 0.4)"}
             for name in ("tokens_per_s", "tokens_per_cpu_s", "memory_mib"):
-                for side in ("clients", "engine"):
+                for side in sides[1:]:
                     pairs = zip(series[side], series["peers"], strict=True)
                     ratio = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
-                    bound = bounds.get(name, "") if side == "clients" else ""
-                    numbers[f"{name}, {side} / peers{bound}"] = round(ratio, 3)
+                    limit = bounds.get(name, "") if side == "clients" else ""
+                    numbers[f"{name}, {side} / peers{limit}"] = round(ratio, 3)
             found[f"{batch} x {sequence}, {count} steps"] = numbers
     return {"rounds": rounds, "sizes": found}
 
