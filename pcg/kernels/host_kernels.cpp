@@ -296,6 +296,24 @@ extern "C" void pcg_rope(const void* x, int64_t x_stride, const void* cos, const
   is_bf16 ? run(static_cast<Bf16*>(y)) : run(static_cast<float*>(y));
 }
 
+// Writes the heads of tokens [tokens, heads, size] to rows of a cache [heads, rows, size]; strides
+// count bytes. Lines of the cache are fetched some tokens before, as they lie far apart.
+extern "C" void pcg_append(const void* x, int64_t x_stride, void* cache, int64_t head_stride,
+                           int64_t row_stride, const int64_t* rows, int64_t tokens, int64_t heads,
+                           int64_t size) {
+  constexpr int64_t kTokensAhead = 2;
+  const auto place = [&](int64_t t, int64_t h) {
+    return static_cast<char*>(cache) + h * head_stride + rows[t] * row_stride;
+  };
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t h = 0; t + kTokensAhead < tokens && h < heads; h++)
+      for (int64_t i = 0; i < size; i += kLine)
+        __builtin_prefetch(place(t + kTokensAhead, h) + i, 1);
+    const char* token = static_cast<const char*>(x) + t * x_stride;
+    for (int64_t h = 0; h < heads; h++) std::memcpy(place(t, h), token + h * size, size);
+  }
+}
+
 extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, float softcap,
                                      int is_bf16, int threads) {
   const Call& call = *reinterpret_cast<const Call*>(arguments);

@@ -187,3 +187,15 @@ def test_other_tensors_are_left_to_pytorch() -> None:
     for wrong in (x.double(), x.half(), x.t(), x.requires_grad_(), x.to("meta")):
         assert host_kernels.normed(wrong, weight.to(wrong.dtype), 1e-5, 0.0, True) is None
     assert host_kernels.normed(x.detach(), weight.bfloat16(), 1e-5, 0.0, True) is None
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_rows_are_appended_where_they_belong(count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(count, 5, 24).to(dtype)[:, 1:4]
+    cache = torch.randn(3, 200, 24).to(dtype)
+    rows = torch.randperm(200)[:count]
+    expected = cache.index_copy(1, rows, x.transpose(0, 1))
+    host_kernels.append(cache, x, rows)
+    assert torch.equal(cache, expected)

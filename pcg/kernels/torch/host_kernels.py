@@ -41,7 +41,12 @@ def _library() -> Any:
         *(address, integer, address, address, address),
         *(integer, integer, integer, integer, flag, flag),
     )
-    functions = library.pcg_decode_attention, library.pcg_rms_norm, library.pcg_rope
+    library.pcg_append.argtypes = (
+        *(address, integer, address, integer, integer, address, integer, integer, integer),
+    )
+    functions = (
+        library.pcg_decode_attention, library.pcg_rms_norm, library.pcg_rope, library.pcg_append,
+    )  # fmt: skip
     for function in functions:
         function.restype = None
     return functions
@@ -78,6 +83,19 @@ def attend_single_tokens(
     attend, is_bf16 = _library()[0], q.dtype is torch.bfloat16
     attend(numbers.ctypes.data, scoring.scale, scoring.softcap, is_bf16, torch.get_num_threads())
     return True
+
+
+def append(cache: Tensor, x: Tensor, rows: Tensor) -> None:
+    """Write x [T, K, D] to rows [T] of a cache [K, rows, D]."""
+    layout = _layout(x) if x.dtype is cache.dtype else None
+    if layout is None or cache.stride(2) != 1 or type(cache) is not Tensor:
+        cache.index_copy_(1, rows, x.transpose(0, 1))
+        return
+    (heads, size), width = layout, x.itemsize
+    _library()[3](
+        x.data_ptr(), width * x.stride(0), cache.data_ptr(), width * cache.stride(0),
+        width * cache.stride(1), rows.data_ptr(), x.shape[0], heads, width * size,
+    )  # fmt: skip
 
 
 def normed(

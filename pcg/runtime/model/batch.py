@@ -44,6 +44,7 @@ from pcg.kernels.batch import (
 )
 from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.kernels.sizes import PAGE_TOKENS
+from pcg.kernels.torch.host_kernels import append
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.step_parts import Piece, TokenParts
 from pcg.runtime.memory.kv_cache import KvCache
@@ -386,8 +387,8 @@ class Batch(ProgramBatch):
             k, v = self.parts.gathered(k, v)
             rows = self.rows_of_all
         assert rows is not None
-        keys.index_copy_(1, rows, k.transpose(0, 1))
-        values.index_copy_(1, rows, v.transpose(0, 1))
+        append(keys, k, rows)
+        append(values, v, rows)
         return keys, values
 
 
