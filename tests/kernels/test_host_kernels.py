@@ -186,7 +186,12 @@ def test_other_tensors_are_left_to_pytorch() -> None:
     x, weight = torch.randn(4, 32), torch.ones(32)
     for wrong in (x.double(), x.half(), x.t(), x.requires_grad_(), x.to("meta")):
         assert host_kernels.normed(wrong, weight.to(wrong.dtype), 1e-5, 0.0, True) is None
-    assert host_kernels.normed(x.detach(), weight.bfloat16(), 1e-5, 0.0, True) is None
+    for wrong in (weight.bfloat16(), torch.ones(1), torch.ones(64)[::2]):
+        assert host_kernels.normed(x.detach(), wrong, 1e-5, 0.0, True) is None
+    heads, table = torch.randn(4, 2, 32), torch.randn(4, 32)
+    for wrong in (table[:1], table.double(), torch.randn(32, 4).t()):
+        assert host_kernels.turned(heads, wrong, table) is None
+        assert host_kernels.turned(heads, table, wrong) is None
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float64], ids=str)

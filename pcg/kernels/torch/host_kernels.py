@@ -87,8 +87,9 @@ def attend_single_tokens(
 
 def append(cache: Tensor, x: Tensor, rows: Tensor) -> None:
     """Write x [T, K, D] to rows [T] of a cache [K, rows, D]."""
-    layout = _layout(x) if x.dtype is cache.dtype else None
-    if layout is None or cache.stride(2) != 1 or type(cache) is not Tensor:
+    layout, shape = _layout(x), cache.shape
+    is_written = type(cache) is Tensor and cache.dtype is x.dtype and cache.stride(2) == 1
+    if layout is None or layout != (shape[0], shape[2]) or not is_written:
         cache.index_copy_(1, rows, x.transpose(0, 1))
         return
     (heads, size), width = layout, x.itemsize
@@ -107,7 +108,8 @@ def normed(
         return None
     pointer = 0
     if weight is not None:
-        if weight.dtype is not x.dtype or weight.dim() != 1 or not weight.is_contiguous():
+        is_read = weight.dtype is x.dtype and weight.shape == x.shape[-1:]
+        if not is_read or not weight.is_contiguous():
             return None
         pointer = weight.data_ptr()
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -122,7 +124,10 @@ def normed(
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """Return the rotary embedding of x [T, H, D], or None; see `base_operators.rope_half`."""
     layout = _layout(x)
-    if layout is None or not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype is x.dtype):
+    tables = cos, sin
+    if layout is None or any(len(t) != len(x) or t.dtype is not x.dtype for t in tables):
+        return None
+    if not (cos.is_contiguous() and sin.is_contiguous()):
         return None
     y = torch.empty(x.shape, dtype=x.dtype)
     heads, size = layout
