@@ -125,7 +125,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """Return the rotary embedding of x [T, H, D], or None; see `base_operators.rope_half`."""
     layout = _layout(x)
     tables = cos, sin
-    if layout is None or any(len(t) != len(x) or t.dtype is not x.dtype for t in tables):
+    if layout is None or any(t.shape[0] != x.shape[0] or t.dtype is not x.dtype for t in tables):
         return None
     if not (cos.is_contiguous() and sin.is_contiguous()):
         return None
