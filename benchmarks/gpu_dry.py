@@ -35,6 +35,7 @@ SIZES: Mapping[Any, Mapping[str, Any]] = {
         "HIDDEN": 64, "INTERMEDIATE": 136, "VOCABULARY": 200, "HEADS": 4, "KV_HEADS": 2, "HEAD": 16,
         "LAYERS": 2, "BATCHES": (3,), "PAGE_ELEMENTS": 8 * 64, "RANK": 8, "HIGH_RANKS": (4, 20),
         "LOSSES": (9,), "SIGNS": (3, 64), "DRAWN": (2,), "ATTENTION": ((2, 1, 48), (1, 32, 32)),
+        "PRODUCTS": (3,),
         "TOKENS": 5, "BACKWARDS": ((9,), (8, 8)), "LEAST_BYTES": 0, "MOST_GROUPS": 2,
         "config": tiny_llama.config,
     },

@@ -2,9 +2,9 @@
 
 SGMV, the products of many adapters in one batch, against a torch loop and gather-bmm; paged
 attention against SDPA; linear cross-entropy against whole logits and autograd; adapters' products
-in training, sampling and ReLU's signs against PyTorch; and the kernels that the emitter writes for
-groups of nodes against torch.compile of the same group. Imports are in the settings: one whose
-kernel is not there is a failed row.
+in training, products by 4-bit weights, sampling and ReLU's signs against PyTorch; and the kernels
+that the emitter writes for groups of nodes against torch.compile of the same group. Imports are in
+the settings: one whose kernel is not there is a failed row.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ LAYERS = 32
 """Sites that are run one after the other, so that none finds its adapters in the L2 cache."""
 LOSSES = (2048, 8192)
 """Tokens."""
+PRODUCTS = (32, 1, 2048)
+"""Tokens of products by quantized weights."""
 SIGNS = (8192, 16384)
 """Tokens, and OPT-6.7B's features."""
 ATTENTION = ((32, 1, 4096), (1, 4096, 4096), (128, 1, 1024), (8, 1024, 1024), (1, 1, 32_768))
@@ -239,6 +241,45 @@ def loss(bench: Bench, tokens: int) -> Row:
     peak = torch.cuda.max_memory_allocated() - before
     needed = loss_work(tokens, HIDDEN, VOCABULARY, BF16)
     return bench.row(ours, needed, {"F.cross_entropy": whole}, ours_bytes=peak)
+
+
+# ---------------------------------------------------------------------------- quantized products
+
+
+def product_settings(bench: Bench) -> Iterator[Setting]:
+    for tokens in PRODUCTS:
+        for name in ("nf4", "int4_g64", "mxfp4"):
+            yield (
+                f"{name} product, {tokens} tokens",
+                lambda name=name, tokens=tokens: quantized_product(bench, name, tokens),
+            )
+
+
+def quantized_product(bench: Bench, name: str, tokens: int) -> Row:
+    """Measure x W̃ᵀ by stored codes; dy W̃ is checked, too."""
+    import torch
+
+    from pcg.formats.registry import FORMATS
+    from pcg.kernels.triton.quantized import TritonProducts
+
+    format_, products = FORMATS[name], TritonProducts()
+    parts = format_.quantize(bench.random(INTERMEDIATE, HIDDEN, scale=0.02))
+    lookup, weight = format_.lookup(parts), format_.whole(parts, torch.bfloat16)
+    if lookup is None:
+        raise AssertionError(f"{name} has no codes that the kernel reads")
+    x, dy = bench.random(tokens, HIDDEN), bench.random(tokens, INTERMEDIATE)
+    y, dx = torch.empty_like(dy), torch.zeros_like(x, dtype=torch.float32)
+    products.linear(x, lookup, y)
+    products.input_gradient(dy, lookup, dx)
+    check_close("y", y, x.double() @ weight.double().t(), 2e-2)
+    check_close("dx", dx, dy.double() @ weight.double(), 2e-2)
+    moved = parts.size_bytes + BF16 * tokens * (HIDDEN + INTERMEDIATE)
+    peers = {
+        "bf16": lambda: torch.mm(x, weight.t()),
+        "dequantized": lambda: torch.mm(x, format_.whole(parts, torch.bfloat16).t()),
+    }
+    needed = Work(moved, 2 * tokens * HIDDEN * INTERMEDIATE)
+    return bench.row(lambda: products.linear(x, lookup, y), needed, peers)
 
 
 # --------------------------------------------------------------------------------- signs, sampling
@@ -568,7 +609,7 @@ def _group(bench: Bench, graph: Any) -> Row:
 
 FIRST = (
     (lora_settings, 3), (attention_settings, 2), (loss_settings, 1), (training_settings, 3),
-    (sampling_settings, 3), (sign_settings, 2),
+    (sampling_settings, 3), (sign_settings, 2), (product_settings, 3),
 )  # fmt: skip
 """The settings of each kernel, and the number of those that come before all other cases."""
 
