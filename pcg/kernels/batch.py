@@ -317,10 +317,15 @@ class DecodeRows:
     Attributes:
         numbers: [count, 4] of token, rows, first span and spans; then [spans, 2] of row and rows.
         count: number of sequences.
+        address: of the numbers in memory.
     """
 
     numbers: NDArray[np.int64]
     count: int
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.numbers.ctypes.data)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,19 +69,21 @@ def attend_single_tokens(
         None if x is None else x.to(torch.float32).contiguous()
         for x in (scoring.alibi, scoring.sinks)
     ]
-    numbers = np.array(
-        [
+    numbers = array(
+        "q",
+        (
             *(q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0)),
             *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
             *(values.data_ptr(), values.stride(0), values.stride(1)),
             *(q.shape[1], keys.shape[0], q.shape[2], out.shape[2]),
             *(0 if x is None else x.data_ptr() for x in of_heads),
-            *(rows.numbers.ctypes.data, rows.count),
-        ],
-        dtype=np.int64,
+            *(rows.address, rows.count),
+        ),
     )
     attend, is_bf16 = _library()[0], q.dtype is torch.bfloat16
-    attend(numbers.ctypes.data, scoring.scale, scoring.softcap, is_bf16, torch.get_num_threads())
+    attend(
+        numbers.buffer_info()[0], scoring.scale, scoring.softcap, is_bf16, torch.get_num_threads()
+    )
     return True
 
 
