@@ -26,12 +26,15 @@ from pcg.ir.parser import parse_type
 from pcg.ir.printer import print_graphs
 from pcg.ir.types import tensor
 from pcg.peft.lora import LoraConfig
+from pcg.runtime.data.example import Example
 from pcg.runtime.model.weights import StateDictCheckpoint
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.interpreter import bf16
 from tests.support.peft_cases import CONFIGS, check_batch, give_encoder, wrap
 from tests.support.prompts import TOLERANCE, prompts
 
+bf16.install()
 ROUNDS_INPUTS = ("int8",)
 """Formats that round a product's inputs, so that no float matrix gives their numbers."""
 READ_ONLY = ("q4_k", "q6_k")
@@ -407,6 +410,26 @@ def test_every_family_runs_over_a_quantized_base(family: str) -> None:
         assert oracle.relative_error(logits, oracle.logits(expected, sequence)) < TOLERANCE
         changed = oracle.relative_error(logits, oracle.logits(model, sequence))
         assert changed > 10 * TOLERANCE  # the matrices are quantized
+
+
+@pytest.mark.parametrize("name", ["q8_0", "int8", "nf4"])
+def test_triton_programs_generate_and_train_as_pytorch_s(name: str, tmp_path: Path) -> None:
+    """With heads and tied embeddings in the format where it has them; by Triton's interpreter."""
+    config = {**BY_NAME["llama3"].config(1), "hidden_size": 128, "intermediate_size": 128}
+    oracle.save_model(oracle.random_model({**config, "tie_word_embeddings": True}), tmp_path)
+    recipe = LoraConfig(r=4, target_modules="all-linear")
+    (sequence,), found = prompts((23,)), []
+    for backend in ("torch", "triton"):
+        executor = pcg.compile(tmp_path, {"a": recipe}, quantization=name, backend=backend)
+        (done,) = executor.generate([sequence], "a", max_new_tokens=5, ignore_eos=True)
+        runner = executor.training_runner("a")
+        loss = runner.forward_backward([Example(sequence, sequence)], len(sequence) - 1)
+        gradients = torch.cat([p.grad.flatten() for p in runner.parameters.values()])
+        found.append((done.token_ids, loss, gradients))
+    (tokens, loss, gradients), (other_tokens, other_loss, other_gradients) = found
+    assert other_tokens == tokens
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert oracle.relative_error(other_gradients, gradients) < 1e-4
 
 
 @pytest.mark.slow

@@ -203,8 +203,14 @@ def _scale_and_cap(factors: Iterable[Node]) -> tuple[float, float] | None:
 
 
 def _is_frozen(graph: Graph, head: Node) -> bool:
+    """Return whether the kernel of the loss reads the head: a float matrix of the base."""
     parameters = [graph.parameters_by_name.get(name) for name in head.inputs[1:]]
-    return all(parameter is not None and parameter.role != "adapter" for parameter in parameters)
+    return all(
+        parameter is not None
+        and parameter.role != "adapter"
+        and parameter.type.dtype not in FORMATS
+        for parameter in parameters
+    )
 
 
 def _linear_backward(graph: Graph, back: Node, logits: str, head: Node) -> Node | None:
