@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ import pcg
 from pcg.errors import AdapterConflictError, AdapterError
 from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import CONFIG, WEIGHTS, digest_of
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.scheduling.jobs import Job
@@ -64,7 +66,8 @@ def test_a_name_that_is_loaded_again_meets_nothing_old(
     backend: Any, models: dict[str, Any]
 ) -> None:
     executor = compiled.executor(models["base"], backend=backend)
-    engine = executor.engine(kv_cache_bytes=2**20)
+    # However long steps take, a prompt is not cut: the next finds all its pages.
+    engine = executor.engine(Limits(prompt_stretch=math.inf), kv_cache_bytes=2**20)
     theirs = {name: oracle.greedy(models[name], TEXT, NEW["max_new_tokens"]) for name in SITES}
     assert len({tuple(tokens) for tokens in theirs.values()}) == len(SITES)
     found: list[Completion] = []
