@@ -1,7 +1,7 @@
 """Native libraries, compiled where they run.
 
 A library is compiled once for each user and kind of machine, into the user's cache. Its file name
-has the digest of all that it depends on: its source and headers, the flags, the compiler, and the
+has the digest of all that it depends on: its source and header, the flags, the compiler, and the
 processor's features. It is compiled under another name and renamed, so that processes that start
 together never load a part of it. The folder is the user's, and nobody else may write there.
 """
@@ -24,7 +24,8 @@ from pcg.files import cache_folder
 
 _LOG = logging.getLogger("pcg.kernels")
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi")
+_HEADER = Path(__file__).with_name("vectors.h")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", f"-I{_HEADER.parent}")
 _THREADS = ("-fopenmp",)
 """The compiler gets this flag, and the linker does not: OpenMP is the one that torch has loaded, so
 that there is one pool of threads."""
@@ -120,8 +121,7 @@ def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
     version = compiler.stat()
     known = (flags, str(compiler), version.st_size, version.st_mtime_ns, platform.machine())
     content = repr((*known, processor())).encode() + source.read_bytes()
-    headers = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.h")))
-    return hashlib.sha256(content + headers).hexdigest()[:16]
+    return hashlib.sha256(content + _HEADER.read_bytes()).hexdigest()[:16]
 
 
 def processor() -> str:

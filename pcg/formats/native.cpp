@@ -16,6 +16,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 #if !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
 #error "the processor has no AVX-512 (BW, DQ, VL)"
 #endif
@@ -27,15 +29,10 @@ constexpr int64_t kFewTokens = 8;        // by which codes are decoded again for
 constexpr int64_t kTokens = 128;         // whose inputs L2 holds; weights are decoded for each
 constexpr int64_t kBlock = 16;           // rows that are decoded together
 constexpr int64_t kColumnBytes = 2048;   // of each, as many as L1 holds of all
-constexpr int kLine = 64;                // bytes of a cache line
 constexpr int64_t kAhead = 8192;         // bytes
 constexpr int kNestedBlock = 256;
 constexpr float kLeastStep = 1.17549435e-38f;
 constexpr int64_t kFewSteps = 10;        // `FEW_STEPS` of `pcg.formats.int8`
-
-struct Bf16 {
-  uint16_t bits;
-};
 
 // The kinds of `pcg.formats.native`.
 enum Kind : int64_t {
@@ -869,14 +866,6 @@ Rounded rounded_inputs(const E* x, int64_t x_stride, int64_t tokens, int64_t col
   return {codes, steps, owners, tokens, rests, columns};
 }
 
-inline float wide(float number) { return number; }
-inline float wide(Bf16 number) {
-  const uint32_t bits = static_cast<uint32_t>(number.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
 // Writes the sums of some rows to y, and adds those of rests.
 template <class E>
 void put_or_add(E* y, int64_t y_stride, const Rounded& x, int64_t rows, int64_t t, int64_t some,
@@ -887,7 +876,7 @@ void put_or_add(E* y, int64_t y_stride, const Rounded& x, int64_t rows, int64_t 
     const bool is_rest = t + i >= x.tokens;
     E* out = y + (is_rest ? x.owners[t + i - x.tokens] : t + i) * y_stride;
     float* row = numbers + i * kTile;
-    for (int64_t n = 0; is_rest && n < rows; n++) row[n] = wide(out[n]) + row[n];
+    for (int64_t n = 0; is_rest && n < rows; n++) row[n] = widened(out[n]) + row[n];
     E written[16];
     put(written, _mm512_castps128_ps512(_mm_loadu_ps(row)));
     std::memcpy(out, written, rows * sizeof(E));

@@ -116,18 +116,19 @@ def test_products_are_those_of_pytorch(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_token_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
-    columns = columns_of(name, 3, 37) * (1 if FORMATS[name].column_block > 64 else 5)
-    parts = matrix(name, 70, columns)
+    # More columns and tokens than the kernel takes at a time.
+    columns = columns_of(name, 2304 // FORMATS[name].column_block, 37)
+    parts = matrix(name, 37, columns)
     matrices = native.joined([FORMATS[name].matrix(parts)])
     if matrices is None:
         pytest.skip("PyTorch multiplies by it")
-    x = drawn(67, columns)
+    x = drawn(270, columns)
     x[::3, 5] *= 400
     x = x.to(dtype)
-    whole = torch.empty(67, 70, dtype=dtype)
+    whole = torch.empty(270, 37, dtype=dtype)
     assert matrices.multiply(x, whole)
-    for start, stop in ((0, 1), (3, 5), (10, 13), (20, 40), (66, 67)):
-        part = torch.empty(stop - start, 70, dtype=dtype)
+    for start, stop in ((0, 1), (3, 5), (10, 13), (20, 28), (30, 39), (100, 229), (269, 270)):
+        part = torch.empty(stop - start, 37, dtype=dtype)
         assert matrices.multiply(x[start:stop], part)
         assert torch.equal(part, whole[start:stop])
 

@@ -70,7 +70,8 @@ def test_a_job_over_ranks_gives_what_it_gives_on_one(name: str, degree: int) -> 
     for outcome, held in run_ranks(degree, on_rank):
         assert worst_error(outcome, expected) < 1e-5
         # A rank of nf4 has all nested scales, and not its share of them.
-        assert held == pytest.approx(report.memory_bytes["weights"], rel=2e-3)
+        rest = 2e-3 if name == "nf4" else 0
+        assert held == pytest.approx(report.memory_bytes["weights"], rel=rest)
 
 
 def test_a_cut_inside_a_block_is_refused_with_the_degrees_that_fit() -> None:

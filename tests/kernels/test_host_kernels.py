@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import rotate_half
 
 from pcg.kernels.sizes import PAGE_TOKENS
-from pcg.kernels.torch import base_operators, host_kernels
+from pcg.kernels.torch import host_kernels
 from pcg.kernels.torch.attention_math import Scoring
 from pcg.runtime.model.batch import Singles, decode_rows
 
@@ -162,8 +164,8 @@ def test_norms_are_those_in_fp64(
     for weight in (None, torch.randn(x.shape[-1]).to(dtype)):
         found = host_kernels.normed(x, weight, 1e-5, offset, rounds_first)
         assert found is not None
-        wide = None if weight is None else weight.double()
-        right = base_operators.rms_norm(x.double(), wide, 1e-5, offset, rounds_first)
+        factor = None if weight is None else weight.double() + offset
+        right = functional.rms_norm(x.double(), x.shape[-1:], factor, 1e-5)
         assert (found - right).norm() / right.norm() < TOLERANCES[dtype]
         alone = host_kernels.normed(x[-1:], weight, 1e-5, offset, rounds_first)
         assert torch.equal(alone, found[-1:])
@@ -178,7 +180,9 @@ def test_rotary_embeddings_are_those_in_fp64(layout: str, dtype: torch.dtype) ->
         cos, sin = (torch.randn(len(x), turned).to(dtype) for _ in range(2))
         found = host_kernels.turned(x, cos, sin)
         assert found is not None
-        right = base_operators.rope_half(x.double(), cos.double(), sin.double())
+        part, rest = x.double().split((turned, x.shape[-1] - turned), -1)
+        wide_cos, wide_sin = (table.double().unsqueeze(1) for table in (cos, sin))
+        right = torch.cat((part * wide_cos + rotate_half(part) * wide_sin, rest), -1)
         assert (found - right).norm() / right.norm() < TOLERANCES[dtype]
 
 
