@@ -135,6 +135,8 @@ def compile_command(
         from pcg.kernels.triton.backend import choose_backend, machine_device
         from pcg.passes.graphs.pass_base import dump_to
         from pcg.passes.pipeline import Settings, pipeline
+    asked = compiler.measured(asked, source.config, machine_device())
+    values = {**options.values, "dtype": asked.dtype, "quantization": asked.quantization}
     backend = choose_backend(asked.backend, machine_device())
     names = pipeline(Settings(asked, backend=backend.name)).names
     unknown = sorted(set(to.print_after).difference(names))
@@ -155,10 +157,10 @@ def compile_command(
             dump(record)
 
     with busy(f"compiling {source.name}"):
-        program = compiler.compile_program(model, peft, observe=observe, **options.values)
+        program = compiler.compile_program(model, peft, observe=observe, **values)
         manifest = None
         if to.output is not None:
-            planned = {key: value for key, value in options.values.items() if key != "backend"}
+            planned = {key: value for key, value in values.items() if key != "backend"}
             manifest = save_program(
                 program,
                 to.output,

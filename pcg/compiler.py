@@ -84,20 +84,18 @@ def compile_program(arguments: ProgramArguments) -> Program:
     )
 
 
-def _measured(
+def measured(
     options: CompileOptions, config: Mapping[str, Any], device: torch.device
-) -> tuple[str | None, str | None]:
-    """Return dtype and quantization, where `auto` is replaced by the fastest on the device."""
-    if options.dtype == AUTO:
-        dtype: str | None = fastest_dtype(device)
-    else:
-        dtype = dtype_name(options.dtype)
-    if options.quantization != AUTO:
-        return dtype, options.quantization
-    if config.get("quantization_config"):
-        return dtype, None  # the checkpoint's own
-    computed = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype")) or "float32"
-    return dtype, fastest_format(device, computed)
+) -> CompileOptions:
+    """Return options whose dtype and quantization are the fastest on the device, not `auto`."""
+    dtype, quantization = options.dtype, options.quantization
+    if dtype == AUTO:
+        dtype = fastest_dtype(device)
+    if quantization == AUTO:
+        known = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype")) or "float32"
+        is_stored = bool(config.get("quantization_config"))  # which is kept
+        quantization = None if is_stored else fastest_format(device, known)
+    return dataclasses.replace(options, dtype=dtype, quantization=quantization)
 
 
 def _compiled(
@@ -110,13 +108,13 @@ def _compiled(
     whole: bool = False,
     place: CallPieces | None = None,
 ) -> Program:
-    recipes = recipes_of(peft)
+    recipes, options = recipes_of(peft), measured(options, source.config, device)
     values = {
         option.name: getattr(options, option.name) for option in dataclasses.fields(CompileOptions)
     }
     values["costs"] = costs_name(options.costs) if options.tp > 1 else None
     values["tp_plan"] = options.styles or None
-    values["dtype"], values["quantization"] = _measured(options, source.config, device)
+    values["dtype"] = dtype_name(options.dtype)
     values["memory_budget"] = options.budget.written
     values["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**{**values, "attention": attention_libraries.OWN})

@@ -28,6 +28,15 @@ def test_compile_shows_the_passes(model, tmp_path):
     assert dumps == {f"{index:02}-{name}.pcg" for index, name in enumerate(passes)}
 
 
+def test_compile_measures_auto_and_reports_what_it_chose(model, tmp_path):
+    options = ["--dtype", "auto", "--quantization", "auto"]
+    assert run("compile", model, *options, "-o", tmp_path / "out").exit_code == 0
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text("utf-8"))
+    report = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
+    assert "auto" not in (plan.get("dtype"), plan.get("quantization"))
+    assert report["dtype"] == plan["dtype"]
+
+
 def test_compile_prints_one_object(model, tmp_path):
     summary = json.loads(output_of("compile", model, "--json", "-o", tmp_path / "p"))
     assert [step["pass"] for step in summary["passes"]][:2] == ["trace", "fold"]
