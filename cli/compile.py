@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,10 +136,9 @@ def compile_command(
         from pcg.kernels.triton.backend import choose_backend, machine_device
         from pcg.passes.graphs.pass_base import dump_to
         from pcg.passes.pipeline import Settings, pipeline
-    asked = compiler.measured(asked, source.config, machine_device())
-    values = {**options.values, "dtype": asked.dtype, "quantization": asked.quantization}
     backend = choose_backend(asked.backend, machine_device())
-    names = pipeline(Settings(asked, backend=backend.name)).names
+    exact = dataclasses.replace(asked, dtype=None, quantization=None)  # which change no pass
+    names = pipeline(Settings(exact, backend=backend.name)).names
     unknown = sorted(set(to.print_after).difference(names))
     if unknown:
         raise typer.BadParameter(
@@ -157,10 +157,12 @@ def compile_command(
             dump(record)
 
     with busy(f"compiling {source.name}"):
-        program = compiler.compile_program(model, peft, observe=observe, **values)
+        program = compiler.compile_program(model, peft, observe=observe, **options.values)
         manifest = None
         if to.output is not None:
-            planned = {key: value for key, value in values.items() if key != "backend"}
+            planned = {key: value for key, value in options.values.items() if key != "backend"}
+            settled = program.options
+            planned |= {"dtype": settled.dtype, "quantization": settled.quantization}
             manifest = save_program(
                 program,
                 to.output,

@@ -29,6 +29,7 @@ from pcg.parallel.costs.catalog import costs_name, own_profile, own_sheet
 from pcg.passes.graphs.pass_base import PassRecord
 from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
 from pcg.passes.place import CallPieces
+from pcg.passes.quantize_weights import is_of_experts
 from pcg.peft.adapter_files import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.ranks.agreement import agreed, check_same, check_same_program
@@ -84,18 +85,13 @@ def compile_program(arguments: ProgramArguments) -> Program:
     )
 
 
-def measured(
-    options: CompileOptions, config: Mapping[str, Any], device: torch.device
-) -> CompileOptions:
-    """Return options whose dtype and quantization are the fastest on the device, not `auto`."""
-    dtype, quantization = options.dtype, options.quantization
-    if dtype == AUTO:
-        dtype = fastest_dtype(device)
-    if quantization == AUTO:
-        known = dtype_name(dtype or config.get("dtype") or config.get("torch_dtype")) or "float32"
-        is_stored = bool(config.get("quantization_config"))  # which is kept
-        quantization = None if is_stored else fastest_format(device, known)
-    return dataclasses.replace(options, dtype=dtype, quantization=quantization)
+def _measured_format(
+    config: Mapping[str, Any], traced: TracedModel, device: torch.device
+) -> str | None:
+    """Return the fastest format of a model; None for a stored one, and for experts."""
+    if config.get("quantization_config") or any(map(is_of_experts, traced.graph.parameters)):
+        return None
+    return fastest_format(device, TORCH_NAMES[traced.dtype])
 
 
 def _compiled(
@@ -108,19 +104,25 @@ def _compiled(
     whole: bool = False,
     place: CallPieces | None = None,
 ) -> Program:
-    recipes, options = recipes_of(peft), measured(options, source.config, device)
+    recipes, is_measured = recipes_of(peft), options.quantization == AUTO
     values = {
         option.name: getattr(options, option.name) for option in dataclasses.fields(CompileOptions)
     }
     values["costs"] = costs_name(options.costs) if options.tp > 1 else None
     values["tp_plan"] = options.styles or None
-    values["dtype"] = dtype_name(options.dtype)
+    is_fastest = options.dtype == AUTO
+    values["dtype"] = fastest_dtype(device) if is_fastest else dtype_name(options.dtype)
+    values["quantization"] = None if is_measured else options.quantization
     values["memory_budget"] = options.budget.written
     values["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**{**values, "attention": attention_libraries.OWN})
     settings = settings_of(source.name, source.config, recipes.values(), settled, place)
     passes = pipeline(dataclasses.replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
+    if is_measured:
+        chosen = _measured_format(source.config, traced.trace, device)
+        settled = dataclasses.replace(settled, quantization=chosen)
+        passes = pipeline(dataclasses.replace(settings, options=settled))
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     backend = choose_backend(options.backend, device, base.model)
     if backend.name == "torch" and options.backend == "auto" and device.type == "cuda":

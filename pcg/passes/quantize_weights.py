@@ -110,6 +110,11 @@ def _tables(graph: Graph) -> dict[str, str]:
     return {name: graph.types[name].dtype for name in tables if name not in others}
 
 
+def is_of_experts(parameter: Parameter) -> bool:
+    """Return whether a parameter has a matrix for each expert, which no format stores."""
+    return parameter.role == "frozen" and len(parameter.type.features) > 2
+
+
 def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:
     """Return a graph with the formats in the types of its matrices.
 
@@ -123,7 +128,7 @@ def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Gra
         shape, name = parameter.type.features, format_of(parameter)
         if parameter.role != "frozen" or name is None:
             return parameter
-        if len(shape) > 2:
+        if is_of_experts(parameter):
             raise UnsupportedError(
                 f"{parameter.source} has experts {list(shape)}, which are not stored as {name}; "
                 "use float weights without quantization"

@@ -35,6 +35,7 @@ def test_compile_measures_auto_and_reports_what_it_chose(model, tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
     assert "auto" not in (plan.get("dtype"), plan.get("quantization"))
     assert report["dtype"] == plan["dtype"]
+    assert report["quantization"] == plan.get("quantization")
 
 
 def test_compile_prints_one_object(model, tmp_path):

@@ -75,3 +75,16 @@ def test_a_program_is_compiled_in_the_measured_dtype_and_format(
         pcg.explain(tmp_path, dtype="auto")
     with pytest.raises(UnsupportedError, match="quantization='auto' is measured"):
         pcg.explain(tmp_path, quantization="auto")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_model_with_experts_stays_in_floating_point(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = of(float32=4, bfloat16=2, int8=1, nf4=3)
+    monkeypatch.setattr(product_times, "product_times", lambda: times)
+    oracle.save_model(oracle.random_model(BY_NAME[family].config(1)), tmp_path)
+    options = pcg.compile(tmp_path, dtype="auto", quantization="auto").state.program.options
+    assert (options.dtype, options.quantization) == ("bfloat16", None)
+    with pytest.raises(UnsupportedError, match="experts .* are not stored as int8"):
+        pcg.compile(tmp_path, quantization="int8")
