@@ -206,9 +206,10 @@ def _tensors(
     known = [parameter.source.format(layer=layer) for parameter, layer in program.base.parameters()]
     names = {name.removeprefix(prefix): name for name in known}
     for stored in checkpoint.index:
+        checkpoint.release()  # The pages of a mapped file stay in memory.
         matrix = matrices.get(stored)
         if matrix is None:
-            yield names.get(stored, stored), checkpoint.stored(stored)
+            yield names.get(stored, stored), checkpoint.stored(stored).clone()
             continue
         dtype = checkpoint.float_dtype(matrix.name)
         weight = checkpoint.load(matrix.name, matrix.shape, dtype, matrix.transposed)

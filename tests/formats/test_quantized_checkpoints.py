@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import pcg
 from pcg.errors import PcgError, UnsupportedError, WeightsError
@@ -160,6 +164,61 @@ def test_a_model_is_written_in_several_files_with_its_tokenizer(
     loaded_by_transformers(folder)
     for path in folder.iterdir():
         assert path.suffix != ".part"
+
+
+def save_shards(directory: Path, layers: int) -> int:
+    """Write a Llama with a file for each layer; return the bytes of all."""
+    wide, inner = 1024, 2816
+    sizes = {"hidden_size": wide, "intermediate_size": inner, "num_hidden_layers": layers}
+    config = {**BY_NAME["llama3"].config(layers), **sizes, "head_dim": 64}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 16}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    square, up, norm = torch.randn(wide, wide), torch.randn(inner, wide), torch.ones(wide)
+    of_layer = {f"self_attn.{kind}_proj.weight": square for kind in "qkvo"}
+    of_layer |= {f"mlp.{kind}_proj.weight": up for kind in ("gate", "up")}
+    of_layer["mlp.down_proj.weight"] = up.t()
+    of_layer |= {f"{kind}_layernorm.weight": norm for kind in ("input", "post_attention")}
+    table = torch.randn(config["vocab_size"], wide)
+    outside = {"model.embed_tokens": table, "lm_head": table, "model.norm": norm}
+    files = [{f"{name}.weight": tensor for name, tensor in outside.items()}]
+    files += [
+        {f"model.layers.{layer}.{name}": tensor for name, tensor in of_layer.items()}
+        for layer in range(layers)
+    ]
+    weight_map = {}
+    for number, tensors in enumerate(files, 1):
+        path = directory / f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= dict.fromkeys(tensors, path.name)
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def test_memory_never_holds_the_whole_float_model(tmp_path: Path) -> None:
+    """Mapped files count, too; the first call has loaded what any model needs."""
+    code = (
+        "import pathlib, sys, pcg\n"
+        "def peak(): return int(pathlib.Path('/proc/self/status').read_text()"
+        ".split('VmHWM:')[1].split()[0])\n"
+        "small, large = map(pathlib.Path, sys.argv[1:])\n"
+        "pcg.quantize(small, 'int8_weight', f'{small}-8', max_shard_size='16MB')\n"
+        "before = peak()\n"
+        "pcg.quantize(large, 'int8_weight', f'{large}-8', max_shard_size='16MB')\n"
+        "print(1024 * (peak() - before))"
+    )
+    folders = tmp_path / "small", tmp_path / "large"
+    _, size_bytes = (
+        save_shards(folder, layers) for folder, layers in ((folders[0], 1), (folders[1], 6))
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "131072"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *map(str, folders)],
+        check=True, capture_output=True, env=environment,
+    )  # fmt: skip
+    shutil.rmtree(folders[1])
+    assert size_bytes > 300e6
+    assert int(ended.stdout) < size_bytes / 3
 
 
 @pytest.mark.parametrize("name", NOT_WRITTEN)
