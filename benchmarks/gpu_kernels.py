@@ -248,7 +248,7 @@ def loss(bench: Bench, tokens: int) -> Row:
 
 def product_settings(bench: Bench) -> Iterator[Setting]:
     for tokens in PRODUCTS:
-        for name in ("nf4", "int4_g64", "mxfp4"):
+        for name in ("nf4", "int4_g64", "mxfp4", "int8", "fp8", "fp8_block"):
             yield (
                 f"{name} product, {tokens} tokens",
                 lambda name=name, tokens=tokens: quantized_product(bench, name, tokens),
@@ -256,30 +256,34 @@ def product_settings(bench: Bench) -> Iterator[Setting]:
 
 
 def quantized_product(bench: Bench, name: str, tokens: int) -> Row:
-    """Measure x W̃ᵀ by stored codes; dy W̃ is checked, too."""
+    """Measure x W̃ᵀ by stored codes; dy W̃ is checked, too, and int8 against CPUs to the bit."""
     import torch
 
     from pcg.formats.registry import FORMATS
+    from pcg.kernels.torch.quantized import Block, QuantizedWeight
     from pcg.kernels.triton.quantized import TritonProducts
 
-    format_, products = FORMATS[name], TritonProducts()
-    parts = format_.quantize(bench.random(INTERMEDIATE, HIDDEN, scale=0.02))
-    lookup, weight = format_.lookup(parts), format_.whole(parts, torch.bfloat16)
-    if lookup is None:
-        raise AssertionError(f"{name} has no codes that the kernel reads")
+    format_ = FORMATS[name]
+    parts = format_.packed(format_.quantize(bench.random(INTERMEDIATE, HIDDEN, scale=0.02)))
+    stored = QuantizedWeight((Block(format_, parts, TritonProducts()),))
+    weight = format_.whole(parts, torch.bfloat16)
     x, dy = bench.random(tokens, HIDDEN), bench.random(tokens, INTERMEDIATE)
-    y, dx = torch.empty_like(dy), torch.zeros_like(x, dtype=torch.float32)
-    products.linear(x, lookup, y)
-    products.input_gradient(dy, lookup, dx)
+    y = stored.linear(x, ())
     check_close("y", y, x.double() @ weight.double().t(), 2e-2)
-    check_close("dx", dx, dy.double() @ weight.double(), 2e-2)
+    check_close("dx", stored.input_gradient(dy), dy.double() @ weight.double(), 2e-2)
+    if name == "int8":
+        on_cpu = QuantizedWeight((Block(format_, format_.packed(format_.quantize(weight.cpu()))),))
+        given = QuantizedWeight((Block(format_, format_.packed(format_.quantize(weight))),))
+        few = x[:4].float()
+        if not torch.equal(given.linear(few, ()).cpu(), on_cpu.linear(few.cpu(), ())):
+            raise AssertionError("the integers of int8 are not those of a CPU")
     moved = parts.size_bytes + BF16 * tokens * (HIDDEN + INTERMEDIATE)
     peers = {
         "bf16": lambda: torch.mm(x, weight.t()),
         "dequantized": lambda: torch.mm(x, format_.whole(parts, torch.bfloat16).t()),
     }
     needed = Work(moved, 2 * tokens * HIDDEN * INTERMEDIATE)
-    return bench.row(lambda: products.linear(x, lookup, y), needed, peers)
+    return bench.row(lambda: stored.linear(x, ()), needed, peers)
 
 
 # --------------------------------------------------------------------------------- signs, sampling
@@ -472,7 +476,7 @@ def _backward(bench: Bench, counts: Sequence[int]) -> Row:
 
     sites = [_Site(bench, count) for count in counts]
     weight = bench.random(INTERMEDIATE, HIDDEN, scale=0.02)
-    batch = SimpleNamespace(layer=0)
+    batch = SimpleNamespace(layer=0, is_alone=False)
 
     def ours() -> list[tuple[Any, ...]]:
         asked = [

@@ -142,12 +142,10 @@ class Int8(Format):
                 1.0, 0, torch.float32, "none", [], "",
             )  # fmt: skip
             return product
-        codes, tokens = parts["codes"][start:stop], len(x)
-        signed = x.to(torch.int8)
-        if signed.is_cuda and tokens <= _FEW_TOKENS_OF_CUDA:
-            padding = signed.new_zeros(_FEW_TOKENS_OF_CUDA + 1 - tokens, parts.columns)
-            signed = torch.cat([signed, padding])
-        return torch._int_mm(signed, codes.t())[:tokens].to(torch.float32)
+        codes, signed = parts["codes"][start:stop], x.to(torch.int8)
+        if signed.is_cuda:
+            signed, codes = padded_for_cuda(signed, codes)
+        return torch._int_mm(signed, codes.t())[: len(x), : stop - start].to(torch.float32)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,5 +165,14 @@ def _multiples_of_127(scales: Tensor) -> Tensor:
     return numbers
 
 
-_FEW_TOKENS_OF_CUDA = 16
-"""`torch._int_mm` on CUDA takes more tokens than this."""
+def padded_for_cuda(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [T, in] and codes [out, in] with zeros around them, for `torch._int_mm` on CUDA.
+
+    It multiplies 17 tokens or more, and multiples of 8 rows and columns.
+    """
+    columns = -x.shape[1] % 8
+    of_x, of_codes = (columns, max(0, 17 - len(x))), (columns, -len(codes) % 8)
+    return tuple(  # type: ignore[return-value]
+        torch.nn.functional.pad(matrix, (0, right, 0, below)) if right or below else matrix
+        for matrix, (right, below) in ((x, of_x), (codes, of_codes))
+    )

@@ -20,7 +20,9 @@ from torch import Tensor
 import pcg
 from pcg.compiler import compile_program, make_executor
 from pcg.errors import UnsupportedError
+from pcg.formats import fp8
 from pcg.formats.format import Parts, StoredMatrix
+from pcg.formats.int8 import padded_for_cuda
 from pcg.formats.registry import FORMATS
 from pcg.ir.parser import parse_type
 from pcg.ir.printer import print_graphs
@@ -247,6 +249,38 @@ def test_products_and_parts_are_those_of_the_whole(
         twice = once + rounded(x - once)
         x = torch.where(torch.arange(5).unsqueeze(1) % 2 == 1, twice, once)
     torch.testing.assert_close(y, x @ whole[start:stop].t())
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 7, 9), (16, 8, 8), (17, 50, 40)])
+def test_int8_is_padded_for_cuda_by_zeros(tokens: int, rows: int, columns: int) -> None:
+    x, codes = (torch.randint(-127, 128, (n, columns), dtype=torch.int8) for n in (tokens, rows))
+    wide_x, wide_codes = padded_for_cuda(x, codes)
+    assert len(wide_x) > 16
+    assert wide_x.shape[1] % 8 == len(wide_codes) % 8 == 0
+    product = torch._int_mm(wide_x, wide_codes.t())[:tokens, :rows]
+    assert torch.equal(product.double(), x.double() @ codes.double().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_fp8_inputs_in_two_terms_are_those_of_16_bits(
+    is_coarse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GPUs multiply, by the same function of PyTorch."""
+    format_ = FORMATS["fp8"]
+    parts, x = format_.quantize(matrix(96, 256)), torch.randn(21, 256)
+    if is_coarse:
+        x[:, 7] *= 2000
+    x[3], x = 0, x.to(dtype)
+    exact = x.double() @ format_.whole(parts, torch.float32)[16:64].double().t()
+    errors = []
+    for has_fp8 in (False, True):
+        monkeypatch.setattr(fp8, "multiplies", lambda device, has_fp8=has_fp8: has_fp8)
+        y = torch.full((21, 48), torch.nan, dtype=dtype)
+        format_.linear(parts, x, y, 16, 64)
+        errors.append(float((y - exact).norm() / exact.norm()))
+    assert errors[1] < (2e-3 if dtype is torch.bfloat16 else 1e-3)
+    assert dtype is torch.float16 or errors[1] < errors[0]
 
 
 def test_int8_tokens_have_the_same_bits_in_any_batch() -> None:
