@@ -379,6 +379,7 @@ class ProgramBatch(Protocol):
         ranks: the group that runs it, each rank on its part; the runner sets it.
         parts: how ranks share the tokens of sequences, and this batch has those of this
             rank; None if it has all.
+        is_alone: True if no other function runs beside the batch's, with which products are joined.
         keeps: True if attention returns the log-sum-exp for backward.
         gradients: gradients of keys and values of the layer in its backward; None for whole
             sequences without a cache.
@@ -400,6 +401,7 @@ class ProgramBatch(Protocol):
     layer: int
     ranks: Ranks
     parts: TokenParts | None
+    is_alone: bool
     keeps: bool
     gradients: KvGradients | None
     rows: Tensor | None

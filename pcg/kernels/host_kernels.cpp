@@ -34,6 +34,9 @@ struct Call {
   int64_t heads, kv_heads, size, value_size;
   int64_t slopes, sinks;                 // fp32, of each head; 0 for none
   int64_t sequences, count;
+  int64_t k, k_stride, v, v_stride;      // of tokens to append; 0 if the cache has them
+  int64_t rows, tokens;                  // of the cache, for each of them
+  int64_t cos, sin, turned;              // of rotary embedding, [tokens, turned]; 0 for none
 };
 
 // A sequence's token, the length of its spans, and these.
@@ -155,14 +158,40 @@ float* buffer(size_t size) {
   return memory.data();
 }
 
+// A head of a token, with rotary embedding.
+// It is not inlined, as compilers may round sums of products otherwise where they inline them.
+template <class E>
+__attribute__((noinline)) void rope_head(const E* x, const E* cos, const E* sin, E* y, int64_t turned, int64_t size) {
+  const int64_t half = turned / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = widened(x[i]), b = widened(x[i + half]);
+    y[i] = rounded<E>(a * widened(cos[i]) - b * widened(sin[i]));
+    y[i + half] = rounded<E>(b * widened(cos[i + half]) + a * widened(sin[i + half]));
+  }
+  std::memcpy(y + turned, x + turned, (size - turned) * sizeof(E));
+}
+
+template <class E>
+void turn(const Call& call, int64_t token, const E* x, E* y, int64_t heads) {
+  const E *cos = at<const E>(call.cos) + token * call.turned,
+          *sin = at<const E>(call.sin) + token * call.turned;
+  for (int64_t h = 0; h < heads; h++)
+    rope_head(x + h * call.size, cos, sin, y + h * call.size, call.turned, call.size);
+}
+
 template <class E>
 void attend(const Call& call, const Sequence& sequence, int64_t head, float scale, float softcap) {
   const int64_t group = call.heads / call.kv_heads, size = call.size, first = head * group;
   const int64_t wide = call.value_size, rows = sequence.rows;
   const int64_t stride = (rows + kLanes - 1) / kLanes * kLanes;
-  float* q = buffer(group * (size + wide + stride));
+  float* q = buffer(group * (2 * size + wide + stride));
   float *out = q + group * size, *scores = out + group * wide;
   const E* queries = at<const E>(call.q) + sequence.token * call.q_stride + first * size;
+  if (call.turned) {
+    E* turned = reinterpret_cast<E*>(scores + group * stride);
+    turn(call, sequence.token, queries, turned, group);
+    queries = turned;
+  }
   for (int64_t i = 0; i < group * size; i++) q[i] = widened(queries[i]) * scale;
   const Span* spans =
       at<const Span>(call.sequences + call.count * sizeof(Sequence)) + sequence.first_span;
@@ -244,17 +273,6 @@ void norm_row(const E* x, const E* weight, E* y, int64_t size, float eps, float 
   }
 }
 
-template <class E>
-void rope_head(const E* x, const E* cos, const E* sin, E* y, int64_t turned, int64_t size) {
-  const int64_t half = turned / 2;
-  for (int64_t i = 0; i < half; i++) {
-    const float a = widened(x[i]), b = widened(x[i + half]);
-    y[i] = rounded<E>(a * widened(cos[i]) - b * widened(sin[i]));
-    y[i + half] = rounded<E>(b * widened(cos[i + half]) + a * widened(sin[i + half]));
-  }
-  std::memcpy(y + turned, x + turned, (size - turned) * sizeof(E));
-}
-
 // Calls run(token) in threads where there is enough to do.
 template <class Run>
 void by_tokens(int64_t tokens, int64_t work, int threads, Run run) {
@@ -314,11 +332,33 @@ extern "C" void pcg_append(const void* x, int64_t x_stride, void* cache, int64_t
   }
 }
 
+namespace {
+
+template <class E>
+void append_new(const Call& call) {
+  const int64_t *rows = at<const int64_t>(call.rows), bytes = sizeof(E), heads = call.kv_heads;
+  pcg_append(at<E>(call.v), call.v_stride * bytes, at<E>(call.values), call.value_head * bytes,
+             call.value_row * bytes, rows, call.tokens, heads, call.value_size * bytes);
+  if (!call.turned)
+    return pcg_append(at<E>(call.k), call.k_stride * bytes, at<E>(call.keys), call.key_head * bytes,
+                      call.key_row * bytes, rows, call.tokens, heads, call.size * bytes);
+  std::vector<E> turned(heads * call.size);
+  for (int64_t t = 0; t < call.tokens; t++) {
+    turn(call, t, at<const E>(call.k) + t * call.k_stride, turned.data(), heads);
+    pcg_append(turned.data(), 0, at<E>(call.keys), call.key_head * bytes, call.key_row * bytes,
+               rows + t, 1, heads, call.size * bytes);
+  }
+}
+
+}  // namespace
+
+// Appends new keys and values, if there are any, and attends.
 extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, float softcap,
                                      int is_bf16, int threads) {
   const Call& call = *reinterpret_cast<const Call*>(arguments);
   const Sequence* sequences = at<const Sequence>(call.sequences);
   const int64_t parts = call.count * call.kv_heads;
+  if (call.tokens) is_bf16 ? append_new<Bf16>(call) : append_new<float>(call);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (int64_t i = 0; i < parts; i++) {
     // A head's rows of all sequences lie near each other.

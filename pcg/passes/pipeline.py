@@ -27,6 +27,7 @@ from pcg.passes.attach import Bypasses, bypasses_of
 from pcg.passes.fusion.defer_sums import DeferLora, DeferResidualAdd, SplitCacheAppend
 from pcg.passes.fusion.fuse_gradients import FuseGradients
 from pcg.passes.fusion.fuse_products import FuseLinears, FuseLora, FuseLoss
+from pcg.passes.fusion.fuse_rope import FuseRope
 from pcg.passes.fusion.group_kernels import GroupKernels, OrderKernels, SideBySide
 from pcg.passes.fusion.join_lora import JoinLora
 from pcg.passes.graphs.collectives import (
@@ -238,6 +239,7 @@ def pipeline(settings: Settings) -> Pipeline:
                     On("serving", DeferResidualAdd()),
                     On("serving", DeferLora()),
                 ),
+                *when(not triton, On("serving", FuseRope())),
             ),
             _stage(
                 "fuse_training",

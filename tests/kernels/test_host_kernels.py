@@ -47,11 +47,14 @@ class Step:
         self._singles = Singles(
             self.tokens, np.array(firsts), np.array(firsts), np.array(lengths), self.tables
         )
+        self.rows = torch.empty(len(lengths), dtype=torch.int64)  # the last one of each token
+        for i, token in enumerate(self.tokens.tolist()):
+            self.rows[token] = self.rows_of(i, 0)[-1]
 
     def decode_rows(self, window: int) -> Any:
         return decode_rows(self._singles, window)
 
-    def rows(self, i: int, window: int) -> Tensor:
+    def rows_of(self, i: int, window: int) -> Tensor:
         within = np.arange(PAGE_TOKENS)
         rows = (np.array(self.tables[i].pages)[:, None] * PAGE_TOKENS + within).ravel()
         length = self.lengths[i]
@@ -62,7 +65,7 @@ def expected(step: Step, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> T
     out = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float64)
     group = q.shape[1] // k.shape[0]
     for i, token in enumerate(step.tokens.tolist()):
-        rows = step.rows(i, scoring.window)
+        rows = step.rows_of(i, scoring.window)
         keys, values = (x[:, rows].double().repeat_interleave(group, 0) for x in (k, v))
         scores = scoring.scale * torch.einsum("hd,hmd->hm", q[token].double(), keys)
         if scoring.softcap:
@@ -116,7 +119,7 @@ def test_single_tokens_attend_to_their_rows(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert host_kernels.attend_single_tokens(step, q, k, v, out, scoring)
+        assert host_kernels.attend_single_tokens(step, q, (k, v), out, scoring)
     finally:
         torch.set_num_threads(before)
     right = expected(step, q, k, v, scoring)
@@ -126,22 +129,68 @@ def test_single_tokens_attend_to_their_rows(
 def test_a_token_has_the_same_bits_alone_and_nan_stays_in_its_sequence() -> None:
     step, scoring = Step(LENGTHS, SCATTERED), Scoring(scale=0.1)
     q, k, v, out = tensors(step, (6, 2), (64, 64), torch.float32)
-    assert host_kernels.attend_single_tokens(step, q, k, v, out, scoring)
+    assert host_kernels.attend_single_tokens(step, q, (k, v), out, scoring)
     for i, token in enumerate(step.tokens.tolist()):
         alone = Step([LENGTHS[i]], [SCATTERED[i]])
         alone.tables[0].pages = step.tables[i].pages
         alone._singles.first_rows[:] = step._singles.first_rows[i]
         single = torch.empty(1, 6, 64)
-        assert host_kernels.attend_single_tokens(alone, q[token : token + 1], k, v, single, scoring)
+        query = q[token : token + 1]
+        assert host_kernels.attend_single_tokens(alone, query, (k, v), single, scoring)
         assert torch.equal(single[0], out[token])
     broken = k.clone()
-    broken[0, step.rows(4, 0)[3], 5] = torch.nan
+    broken[0, step.rows_of(4, 0)[3], 5] = torch.nan
     damaged = torch.empty_like(out)
-    assert host_kernels.attend_single_tokens(step, q, broken, v, damaged, scoring)
+    assert host_kernels.attend_single_tokens(step, q, (broken, v), damaged, scoring)
     bad = step.tokens[4]
     assert damaged[bad, :3].isnan().all()
     damaged[bad, :3] = out[bad, :3]
     assert torch.equal(damaged, out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("turned", [0, 64, 20])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_new_tokens_are_turned_and_appended_first(
+    threads: int, turned: int, dtype: torch.dtype
+) -> None:
+    step, scoring = Step(LENGTHS, SCATTERED), Scoring(scale=0.1)
+    q, k, v, out = tensors(step, (6, 2), (64, 48), dtype)
+    # As the outputs of a joined product.
+    new_k, new_v = torch.randn(len(LENGTHS), 2 * 112).to(dtype).split((128, 96), -1)
+    new = new_k.view(-1, 2, 64), new_v.view(-1, 2, 48)
+    tables = tuple(torch.randn(len(LENGTHS), turned).to(dtype) for _ in range(2))
+    q_turned, k_turned = (rope_in_fp64(x, *tables).to(dtype) if turned else x for x in (q, new[0]))
+    cache = k.clone(), v.clone()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert host_kernels.attend_single_tokens(
+            step, q, cache, out, scoring, new, tables if turned else None
+        )
+    finally:
+        torch.set_num_threads(before)
+    for kept, x, rows in zip(cache, (k_turned, new[1]), (k, v), strict=True):
+        right = rows.index_copy(1, step.rows, x.transpose(0, 1))
+        assert (kept - right).double().norm() / right.double().norm() < TOLERANCES[dtype]
+        untouched = torch.ones(rows.shape[1], dtype=torch.bool)
+        untouched[step.rows] = False
+        assert torch.equal(kept[:, untouched], rows[:, untouched])
+    right = expected(step, q_turned, *cache, scoring)
+    assert (out - right).norm() / right.norm() < TOLERANCES[dtype]
+    if turned:  # as in a step with other tokens, which turns and appends in calls of its own
+        apart = host_kernels.turned(new[0], *tables), host_kernels.turned(q, *tables)
+        assert torch.equal(cache[0][:, step.rows], apart[0].transpose(0, 1))
+        alone = torch.empty_like(out)
+        assert host_kernels.attend_single_tokens(step, apart[1], cache, alone, scoring)
+        assert torch.equal(alone, out)
+
+
+def rope_in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = cos.shape[-1]
+    part, rest = x.double().split((turned, x.shape[-1] - turned), -1)
+    wide_cos, wide_sin = (table.double().unsqueeze(1) for table in (cos, sin))
+    return torch.cat((part * wide_cos + rotate_half(part) * wide_sin, rest), -1)
 
 
 LAYOUTS = {
@@ -180,9 +229,7 @@ def test_rotary_embeddings_are_those_in_fp64(layout: str, dtype: torch.dtype) ->
         cos, sin = (torch.randn(len(x), turned).to(dtype) for _ in range(2))
         found = host_kernels.turned(x, cos, sin)
         assert found is not None
-        part, rest = x.double().split((turned, x.shape[-1] - turned), -1)
-        wide_cos, wide_sin = (table.double().unsqueeze(1) for table in (cos, sin))
-        right = torch.cat((part * wide_cos + rotate_half(part) * wide_sin, rest), -1)
+        right = rope_in_fp64(x, cos, sin)
         assert (found - right).norm() / right.norm() < TOLERANCES[dtype]
 
 

@@ -27,7 +27,7 @@ def test_a_bias_is_added_where_it_is_asked_for(is_laid_out: bool) -> None:
     held = laid_out(weight, bias) if is_laid_out else weight
     inputs = torch.randn(2, 5, 4)
     expected = [inputs[0] @ weight.t() + bias, inputs[1] @ weight.t()]
-    batch = SimpleNamespace(layer=0)
+    batch = SimpleNamespace(layer=0, is_alone=False)
 
     def ask(x: Tensor, biases: tuple[Tensor, ...]) -> ProductRequest[Tensor]:
         (y,) = yield from product(batch, "w", x, (held,), biases)

@@ -116,7 +116,7 @@ def test_gradients_of_several_jobs_are_each_ones_own(
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(72, 48, generator=generator) / 8).to(dtype)
     jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
-    batch: Any = SimpleNamespace(layer=3)
+    batch: Any = SimpleNamespace(layer=3, is_alone=False)
     asking = [
         trained_adapters.lora_linear_backward(batch, "up", job.dz, weight, job.a, job.b, job.s)
         for job in jobs
@@ -149,7 +149,7 @@ def test_sites_of_one_input(
     shapes: list[tuple[int, int]], outs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """One launch for all sites, of one job or of several, with as many tokens as it likes."""
-    batch: Any = SimpleNamespace(layer=3)
+    batch: Any = SimpleNamespace(layer=3, is_alone=False)
     generator = torch.Generator().manual_seed(0)
     jobs = [[Job(count, rank, out, 48, dtype) for out in outs] for count, rank in shapes]
     weights = [(torch.randn(out, 48, generator=generator) / 8).to(dtype) for out in outs]
@@ -200,7 +200,7 @@ def test_outer_products_of_several_jobs(
 ) -> None:
     """One launch where the jobs' tokens are few; else one after the other."""
     jobs = [Job(count, rank, 72, 48, dtype) for count, rank in shapes]
-    batch: Any = SimpleNamespace(layer=3)
+    batch: Any = SimpleNamespace(layer=3, is_alone=False)
     asking = [trained_adapters.asked_outer(batch, "dA", job.s, job.x) for job in jobs]
     with outer_launches() as (launches, patch):
         if not are_small:
@@ -236,7 +236,7 @@ def test_bottlenecks_of_several_jobs_are_each_ones_own(
         AdapterWeight(torch.randn(rank, generator=generator), 0.5 + 0.01 * rank)
         for _, rank in shapes
     ]
-    batch: Any = SimpleNamespace(layer=3)
+    batch: Any = SimpleNamespace(layer=3, is_alone=False)
     asking = [
         trained_adapters.bottleneck_backward(batch, "up", job.dz, job.b, job.s, bias, function)
         for job, bias in zip(jobs, biases, strict=True)
@@ -270,7 +270,7 @@ def test_what_kernels_do_not_take_is_left_to_pytorch(
         given = arguments(job, name)
         close(getattr(trained_adapters, name)(*given), reference(name, given), 2e-6)
     weight = torch.randn(out, 20, dtype=dtype)
-    batch: Any = SimpleNamespace(layer=0)
+    batch: Any = SimpleNamespace(layer=0, is_alone=False)
     asking = trained_adapters.lora_linear_backward(batch, "w", job.dz, weight, job.a, job.b, job.s)
     ((ds, db, dx),) = run_merged([asking])
     expected = reference("expand_backward", (job.dz, job.b))

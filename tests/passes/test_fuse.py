@@ -1,4 +1,4 @@
-"""Linear operators of one input joined, and LoRA joined to those that have it."""
+"""Linear operators of one input joined with their LoRA, and attention with rotary embedding."""
 
 from __future__ import annotations
 
@@ -79,3 +79,43 @@ def test_outputs_that_cannot_be_adapted(adapted: str) -> None:
     wrong = fused(Q_AND_V).replace("adapted=(0, 2)", f"adapted={adapted}")
     with pytest.raises(VerifyError, match=r"lora_linear (has|takes)"):
         verify(parse_graph(wrong))
+
+
+ATTENTION = """\
+graph @g(%x: f32[T, 4, 8], %k: f32[T, 2, 8], %v: f32[T, 2, 8], %cos: f32[T, 6], %sin: f32[T, 6]) {
+  %q_r: f32[T, 4, 8] = rope(%x, %cos, %sin) {rotary_dim=6, style="half"}
+  %k_r: f32[T, 2, 8] = rope(%k, %cos, %sin) {rotary_dim=6, style="half"}
+  %a: f32[T, 4, 8], %a_lse: f32[T, 4] = attention(%q_r, %k_r, %v) {scale=0.5, softcap=0.0, window=0}
+  return %a
+}
+"""
+
+
+def test_attention_turns_queries_and_keys() -> None:
+    assert body(run_text(ATTENTION, "fuse_rope")) == (
+        "  %a: f32[T, 4, 8], %a_lse: f32[T, 4] = attention(%x, %k, %v, %cos, %sin) "
+        "{rotary=True, scale=0.5, softcap=0.0, window=0}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return %a", "return %a, %k_r"),
+        ('style="half"', 'style="interleaved"'),
+        ("rope(%k, %cos, %sin)", "rope(%k, %sin, %cos)"),
+        ("attention(%q_r, %k_r", "attention(%x, %k_r"),
+        ("attention(%q_r, %k_r, %v)", "attention(%q_r, %k_r, %k_r)"),
+    ],
+)
+def test_rotary_embedding_that_attention_does_not_compute_stays(old: str, new: str) -> None:
+    kept = ATTENTION.replace(old, new)
+    assert kept != ATTENTION
+    assert body(run_text(kept, "fuse_rope")) == body(kept)
+
+
+def test_rotary_embedding_of_wider_tables_stays() -> None:
+    wide = ATTENTION.replace("f32[T", "bf16[T").replace("%a_lse: bf16", "%a_lse: f32")
+    assert "rope(" not in run_text(wide, "fuse_rope")
+    kept = wide.replace("%cos: bf16", "%cos: f32").replace("%sin: bf16", "%sin: f32")
+    assert body(run_text(kept, "fuse_rope")) == body(kept)

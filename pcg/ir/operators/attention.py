@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import sympy
 
-from pcg.errors import TypeCheckError
+from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.operators.base import (
     COUNT,
     FLOAT,
@@ -56,6 +56,16 @@ class Append(Operator):
         return tile.read(0)
 
 
+_SCORING = {
+    "scale": FLOAT,
+    "window": NATURAL,
+    "softcap": FLOAT,
+    "alibi": PRESENT,
+    "sinks": PRESENT,
+    "library": optional(TEXT),
+}
+
+
 class Attention(Operator):
     """Causal attention of each token to its own sequence, including earlier tokens in the KV cache.
 
@@ -63,7 +73,8 @@ class Attention(Operator):
     heads. `q: [T, heads, d]`, `k: [T, kv_heads, d]`, `v: [T, kv_heads, d_v]`; outputs `out: [T,
     heads, d_v]` and the log-sum-exp `lse: [T, heads]` in fp32. With `alibi`, a further input is the
     slope of each head: bias = slope · (key position - query position). With `sinks`, a further
-    input is a logit of each head that takes weight from the softmax.
+    input is a logit of each head that takes weight from the softmax. With `rotary`, the last inputs
+    are `cos, sin: [T, n]`, by which q and k are turned first, as by `rope` of style `half`.
 
     Attributes: `scale`; `window`: visible keys, including the token's own, 0 for all; `softcap`: 0
     for none; `library`: the library that computes it, if any: see
@@ -71,39 +82,34 @@ class Attention(Operator):
     """
 
     name = "attention"
-    attributes = declared(
-        scale=FLOAT,
-        window=NATURAL,
-        softcap=FLOAT,
-        alibi=PRESENT,
-        sinks=PRESENT,
-        library=optional(TEXT),
-    )
+    attributes = declared(**_SCORING, rotary=PRESENT)
     is_product = True
-    inputs = (3, 5)
+    inputs = (3, 7)
     suffixes = ("", "lse")
     sees_sequences = True
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        q, k, v, *of_heads = types
-        fits = len(q.dims) == len(v.dims) == 3 and k.shape[:2] == v.shape[:2]
-        if not fits or k.shape != (q.shape[0], k.shape[1], q.shape[2]):
-            raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
-        _check_of_heads(q, of_heads, attributes)
-        if int(q.shape[1]) % int(k.shape[1]):
-            raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
-        out = q.with_shape((*q.shape[:2], v.shape[2]))
-        return out, tensor("f32", *q.shape[:2])
+        if attributes.get("rotary"):
+            Rope().infer((types[0], *types[-2:]), {"rotary_dim": int(types[-1].shape[-1])})
+            types = types[:-2]
+        return _attention_outputs(types, attributes)
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)})"
+        tables = ""
+        if attributes.get("rotary"):
+            *inputs, cos, sin = inputs
+            tables = f", cos={cos}, sin={sin}"
+        return f"K.attention(batch, {_attention_arguments(inputs, 3, attributes)}{tables})"
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         """Yield the head dims; the heads that share a KV head stay together."""
-        yield (-2, -2, -2, *(-1,) * (len(types) - 3)), (-2, -1)
+        tables = (0, 0) if attributes.get("rotary") else ()
+        yield (-2, -2, -2, *(-1,) * (len(types) - 3 - len(tables)), *tables), (-2, -1)
 
     def gradient(self, context: Gradient) -> list[str | None]:
+        if context.attributes.get("rotary"):
+            raise UnsupportedError("attention with rotary embedding has no gradient; it serves")
         # Read the inputs first: the backward graph takes them in this order.
         inputs = context.inputs
         outputs = context.output(0), context.output(1)
@@ -117,7 +123,9 @@ class Attention(Operator):
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # Scores in fp32, with and without a cap, their weights and a copy.
-        return _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
+        scores = _score_bytes(inputs[0], attributes, 4 if attributes["softcap"] else 3)
+        turned = inputs[:2] if attributes.get("rotary") else ()
+        return scores + sum(type_.size_bytes for type_ in turned)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         q, _, v = inputs[:3]
@@ -132,7 +140,7 @@ class AttentionBackward(Operator):
     """dq, dk, dv of attention, from dout, out, lse and the forward inputs."""
 
     name = "attention_backward"
-    attributes = Attention.attributes
+    attributes = declared(**_SCORING)
     row_bounded_in = Bounds({1: "|ds| <= p |dout| e", 5: "|ds| <= p |dout| eᵀ"})
     finely_bounded_in = Bounds(
         {
@@ -147,7 +155,7 @@ class AttentionBackward(Operator):
     computes_in_first = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        _check_outputs(types, Attention().infer(types[3:], attributes))
+        _check_outputs(types, _attention_outputs(types[3:], attributes))
         return types[3], types[4], types[5]
 
     def context_inputs(self, inputs: Types) -> Types:
@@ -180,7 +188,7 @@ class WindowAttentionBackward(AttentionBackward):
     """
 
     name = "window_attention_backward"
-    attributes = declared(**Attention.attributes, kv_heads=COUNT, value_size=COUNT)
+    attributes = declared(**_SCORING, kv_heads=COUNT, value_size=COUNT)
     row_bounded_in = Bounds({1: "|ds| <= p |dout| e"})
     finely_bounded_in = Bounds({3: "|dp| <= p (exp(scale e |k|ᵀ) - 1)"})
     inputs = (4, 6)
@@ -205,6 +213,18 @@ class WindowAttentionBackward(AttentionBackward):
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         token_bytes = Operator.moved_bytes(self, inputs, outputs, attributes)
         return token_bytes + 3 * _cached_bytes(outputs[1:])
+
+
+def _attention_outputs(types: Sequence[TensorType], attributes: Attributes) -> Types:
+    q, k, v, *of_heads = types
+    fits = len(q.dims) == len(v.dims) == 3 and k.shape[:2] == v.shape[:2]
+    if not fits or k.shape != (q.shape[0], k.shape[1], q.shape[2]):
+        raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
+    _check_of_heads(q, of_heads, attributes)
+    if int(q.shape[1]) % int(k.shape[1]):
+        raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
+    out = q.with_shape((*q.shape[:2], v.shape[2]))
+    return out, tensor("f32", *q.shape[:2])
 
 
 def _check_of_heads(

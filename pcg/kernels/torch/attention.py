@@ -34,6 +34,7 @@ from pcg.kernels.torch.attention_math import (
     is_host,
     lse_dtype,
 )
+from pcg.kernels.torch.base_operators import rope_half
 from pcg.kernels.torch.host_kernels import attend_single_tokens
 from pcg.ranks.step_parts import TokenParts, TokenSums
 
@@ -41,16 +42,32 @@ _attend_fused = torch.nn.functional.scaled_dot_product_attention
 
 
 def attention(
-    batch: ProgramBatch, q: Tensor, k: Tensor, v: Tensor, **scores: Unpack[Scores]
+    batch: ProgramBatch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    **scores: Unpack[Scores],
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of every token to its sequence; see the operator of that name.
 
-    q is [T, H, D], k [T, K, D], v [T, K, Dv]; scores are the fields of `Scoring`. Returns out [T,
-    H, Dv] and, of a batch that is trained on, the log-sum-exp [T, H] in fp32.
+    q is [T, H, D], k [T, K, D], v [T, K, Dv]; cos and sin are [T, n], or None for no rotary
+    embedding; scores are the fields of `Scoring`. Returns out [T, H, Dv] and, of a batch that is
+    trained on, the log-sum-exp [T, H] in fp32.
     """
     scoring = Scoring(**scores)
-    if batch.parts is not None and batch.cached is None:
-        return _attend_parts(batch, batch.parts, q, k, v, scoring)
+    tables = None if cos is None or sin is None else (cos, sin)
+    cache, parts = batch.cached, batch.parts
+    if cache is not None and parts is None and not (batch.longer_spans or batch.keeps):
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
+        if attend_single_tokens(batch, q, cache, out, scoring, (k, v), tables):
+            return out, None
+    if tables is not None:
+        q, k = rope_half(q, *tables), rope_half(k, *tables)
+    if parts is not None and cache is None:
+        return _attend_parts(batch, parts, q, k, v, scoring)
     cache = batch.append(k, v)
     is_plain, length = scoring.is_plain(q, v), batch.uniform_length
     if cache is None and is_plain and length and is_host(q):
@@ -223,7 +240,7 @@ def _decode(
     at equal distances are one call, in which the shorter ones read on into rows that the mask
     hides. Others are gathered.
     """
-    if attend_single_tokens(batch, q, keys, values, out, scoring):
+    if attend_single_tokens(batch, q, (keys, values), out, scoring):
         return True
     if not scoring.is_plain(q, values) or scoring.alibi is not None:
         return False

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from pcg.native_library import load_optional
 
 _SOURCE = Path(__file__).parents[1] / "host_kernels.cpp"
 _DTYPES = (torch.float32, torch.bfloat16)
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values, or cos and sin."""
 
 
 @functools.cache
@@ -53,38 +56,74 @@ def _library() -> Any:
 
 
 def attend_single_tokens(
-    batch: ProgramBatch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scoring: Scoring
+    batch: ProgramBatch,
+    q: Tensor,
+    cache: Pair,
+    out: Tensor,
+    scoring: Scoring,
+    new: Pair | None = None,
+    tables: Pair | None = None,
 ) -> bool:
     """Write attention of the spans of a single token to `out`; return False if it cannot.
 
-    q is [T, H, D], keys [K, rows, D], values [K, rows, Dv], out [T, H, Dv].
+    q is [T, H, D], the cache's keys [K, rows, D] and values [K, rows, Dv], out [T, H, Dv].
+
+    Args:
+        new: keys [T, K, D] and values [T, K, Dv] to append first; None if the cache has them.
+        tables: cos and sin [T, n], to turn q and the new keys first; None if they are turned.
     """
-    every = q, keys, values, out
-    if not _is_read(q) or any(x.dtype is not q.dtype for x in every):
+    (keys, values), dtype = cache, q.dtype
+    if _layout(q) is None or not keys.dtype is values.dtype is dtype:
         return False
-    if any(x.stride(2) != 1 for x in every) or q.stride(1) != q.shape[2]:
+    key_strides, value_strides, (tokens, heads, size) = keys.stride(), values.stride(), q.shape
+    if key_strides[2] != 1 or value_strides[2] != 1:
         return False
+    appended, turning = _NOTHING_NEW, _NOTHING_TURNED
+    if new is not None:
+        k, v = new
+        if not k.dtype is v.dtype is dtype or batch.rows is None:
+            return False
+        if _layout(k) is None or _layout(v) is None:
+            return False
+        appended = (
+            *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(batch.rows.data_ptr(), tokens),
+        )
+    if tables is not None:
+        cos, sin = tables
+        if not _are_tables(cos, sin, q):
+            return False
+        turning = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+    slopes, sinks = _of_heads(scoring.alibi), _of_heads(scoring.sinks)
     rows = batch.decode_rows(scoring.window)
-    of_heads = [
-        None if x is None else x.to(torch.float32).contiguous()
-        for x in (scoring.alibi, scoring.sinks)
-    ]
     numbers = array(
         "q",
         (
             *(q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0)),
-            *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
-            *(values.data_ptr(), values.stride(0), values.stride(1)),
-            *(q.shape[1], keys.shape[0], q.shape[2], out.shape[2]),
-            *(0 if x is None else x.data_ptr() for x in of_heads),
-            *(rows.address, rows.count),
+            *(keys.data_ptr(), *key_strides[:2], values.data_ptr(), *value_strides[:2]),
+            *(heads, keys.shape[0], size, out.shape[2]),
+            *(0 if slopes is None else slopes.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+            *(rows.address, rows.count, *appended, *turning),
         ),
     )
-    attend, is_bf16 = _library()[0], q.dtype is torch.bfloat16
-    attend(
-        numbers.buffer_info()[0], scoring.scale, scoring.softcap, is_bf16, torch.get_num_threads()
-    )
+    _library()[0](
+        numbers.buffer_info()[0], scoring.scale, scoring.softcap, dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return True
+
+
+_NOTHING_NEW, _NOTHING_TURNED = (0,) * 6, (0,) * 3
+
+
+def _of_heads(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.to(torch.float32).contiguous()
+
+
+def _are_tables(cos: Tensor, sin: Tensor, x: Tensor) -> bool:
+    """Return whether the kernels turn x by cos and sin."""
+    is_like = cos.dtype is sin.dtype is x.dtype and cos.shape[0] == sin.shape[0] == x.shape[0]
+    return is_like and cos.is_contiguous() and sin.is_contiguous()
 
 
 def append(cache: Tensor, x: Tensor, rows: Tensor) -> None:
@@ -114,7 +153,7 @@ def normed(
         if not is_read or not weight.is_contiguous():
             return None
         pointer = weight.data_ptr()
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     heads, size = layout
     _library()[1](
         x.data_ptr(), x.stride(0), pointer, y.data_ptr(), x.shape[0], heads, size,
@@ -126,12 +165,9 @@ def normed(
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """Return the rotary embedding of x [T, H, D], or None; see `base_operators.rope_half`."""
     layout = _layout(x)
-    tables = cos, sin
-    if layout is None or any(t.shape[0] != x.shape[0] or t.dtype is not x.dtype for t in tables):
+    if layout is None or not _are_tables(cos, sin, x):
         return None
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        return None
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     heads, size = layout
     _library()[2](
         x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),

@@ -267,13 +267,7 @@ class LinearProduct(Product):
         return [outputs]
 
     def run(self) -> None:
-        x, self._x = self._x, None
-        assert x is not None
-        if self.is_whole:
-            first: Any = self.weights[0]
-            self._outputs = linear(x, first, first.group_bias)
-        else:
-            self._outputs = linear_group(x, self.weights, self.biases)
+        self._outputs = _outputs(self._take_x(), self.weights, self.biases, self.is_whole)
 
     def run_with(self, others: Sequence[LinearProduct]) -> None:
         every = (self, *others)
@@ -289,6 +283,15 @@ class LinearProduct(Product):
             product._outputs = (
                 torch.cat(parts, -1) if product.is_whole else [rows.clone() for rows in parts]
             )
+
+
+def _outputs(
+    x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None], whole: bool
+) -> Tensor | Sequence[Tensor]:
+    if whole:
+        first: Any = weights[0]
+        return linear(x, first, first.group_bias)
+    return linear_group(x, weights, biases)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -366,8 +369,10 @@ def product(
     """Request x [T, in] by each of some weights [out, in]; return their outputs, [T, out] each.
 
     `name` is that of the first weight in its layer; with `whole` the outputs are a single tensor,
-    [T, outs], that may be written over.
+    [T, outs], that may be written over. Nothing is requested of a batch whose function runs alone.
     """
+    if batch.is_alone:
+        return _outputs(x, weights, biases, whole)
     key = (batch.layer, name, len(weights), bool(biases))
     request = LinearProduct(key, x, weights, biases, whole)
     yield request

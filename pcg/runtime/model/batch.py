@@ -243,6 +243,7 @@ class Batch(ProgramBatch):
         self.dropout_seed: int | None = None
         self.chosen: Tensor | None = None
         self.logits_on_first = False
+        self.is_alone = False
         self.keeps = keeps
         self.gradients: KvGradients | None = None
         self.rows: Tensor | None = None

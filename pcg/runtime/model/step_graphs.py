@@ -187,7 +187,7 @@ class RecordedBatch(Batch):
         self.ranks = SINGLE_RANK
         self.dropout_seed = self.chosen = self.gradients = None
         self.virtual_rows = self.virtual_places = self.parts = self.rows_of_all = None
-        self.keeps = False
+        self.keeps, self.is_alone = False, True
         self._cache = cache
 
 

@@ -218,7 +218,7 @@ def test_each_weight_is_multiplied_once(
 
 VOCABULARY, HIDDEN = 2500, 5
 """Three blocks of rows, the last one shorter."""
-BATCH: Any = SimpleNamespace(layer=2)
+BATCH: Any = SimpleNamespace(layer=2, is_alone=False)
 
 
 def loss_and_gradient(

@@ -467,6 +467,8 @@ class StepRunner:
         if served.chunks:
             cp = self._state.mesh.cp
             served.put(self._tables, self.cache, self._device, self._runner, cp)
+            for batch, _ in served.parts:
+                batch.is_alone = not windows
             functions.append(served.hidden_requests(self._runner))
         computed = self._run_forward(functions, windows)
         logits: Tensor | None = None

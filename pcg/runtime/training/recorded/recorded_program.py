@@ -83,7 +83,7 @@ class RecordedTokens(Batch):
         self.ranks = SINGLE_RANK
         self.dropout_seed = self.chosen = self.gradients = None
         self.virtual_rows = self.virtual_places = self.parts = self.rows_of_all = None
-        self.keeps = True
+        self.keeps, self.is_alone = True, False
         self._cache = cache
 
     def dropped_tokens(self) -> DroppedTokens:
