@@ -239,7 +239,6 @@ def pipeline(settings: Settings) -> Pipeline:
                     On("serving", DeferResidualAdd()),
                     On("serving", DeferLora()),
                 ),
-                *when(not triton, On("serving", FuseRope())),
             ),
             _stage(
                 "fuse_training",
@@ -263,6 +262,7 @@ def pipeline(settings: Settings) -> Pipeline:
                 On(functions, SideBySide()),
                 On(functions, OrderKernels()),
             ),
+            *when(not triton, On("serving.graph", FuseRope())),
             *when(bool(settings.libraries), ChooseAttention(settings.libraries)),
             Emit(settings.model, settings.backend),
         ),
