@@ -367,6 +367,25 @@ class KvGradients:
         )
 
 
+class SequenceStates(Protocol):
+    """The recurrent states of a batch's sequences, by layer and number of the state in the layer.
+
+    A state is [n, …] of n sequences, in the order of the spans.
+    """
+
+    def read(self, layer: int, number: int, into: Tensor) -> None:
+        """Write the states before the batch's tokens into zeros; a new sequence's stay zero."""
+
+    def write(self, layer: int, number: int, states: Tensor) -> None:
+        """Take the states after the batch's tokens."""
+
+    def read_gradients(self, layer: int, number: int, into: Tensor) -> None:
+        """Write the gradients of the states after a window's tokens into zeros."""
+
+    def write_gradients(self, layer: int, number: int, gradients: Tensor) -> None:
+        """Take the gradients of the states before a window's tokens."""
+
+
 class ProgramBatch(Protocol):
     """A token-flat batch, as the functions of emitted programs read it.
 
@@ -383,6 +402,7 @@ class ProgramBatch(Protocol):
         keeps: True if attention returns the log-sum-exp for backward.
         gradients: gradients of keys and values of the layer in its backward; None for whole
             sequences without a cache.
+        states: recurrent states of the sequences; None for whole sequences without a cache.
         rows: the cache's row of each token, [T]; negative for tokens not written; None
             without a cache.
         rows_of_all: the cache's row of each token of all ranks that share them; None if they share
@@ -404,6 +424,7 @@ class ProgramBatch(Protocol):
     is_alone: bool
     keeps: bool
     gradients: KvGradients | None
+    states: SequenceStates | None
     rows: Tensor | None
     rows_of_all: Tensor | None
     virtual_rows: Tensor | None

@@ -306,6 +306,9 @@ class SimulatedDevice:
     def copy_page(self, page: int, to: int) -> None:
         """Do nothing: the device has no keys and values."""
 
+    def copy_states(self, slot: int, to: int) -> None:
+        """Do nothing: the device has no recurrent states."""
+
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Start to copy adapters to the device, after the copies in progress."""
         for adapter in adapters:

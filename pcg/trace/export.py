@@ -42,6 +42,7 @@ from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
     of_attention,
+    of_sequences,
     register_markers,
 )
 from pcg.trace.model_config import check_module, in_one_line, parse_config, positions_of
@@ -407,6 +408,7 @@ def _export_with(
     with contextlib.ExitStack() as prepared:
         prepared.enter_context(with_attention(model, implementation, experts=IMPLEMENTATION))
         prepared.enter_context(of_attention(model_implementation))
+        prepared.enter_context(of_sequences(model))
         prepared.enter_context(with_modules_of_their_own(model))
         if is_given and not whole:
             most = positions_of(model.config) or 2**20

@@ -1,12 +1,16 @@
-"""Marker operators for attention, experts and index lists in an exported graph.
+"""Marker operators for attention, experts, recurrences and index lists in an exported graph.
 
-transformers calls attention and experts through its own registries; no marker is ever run.
+transformers calls attention and experts through its own registries. Short convolutions and
+recurrences are functions of a model's file, which `of_sequences` replaces. No marker is ever run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from threading import get_ident
@@ -60,6 +64,26 @@ def _experts(
     down: torch.Tensor,
 ) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@_marker
+def _short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal convolution of each channel of x [1, C, T] by weight [C, W]."""
+    return torch.empty_like(x)
+
+
+@_marker
+def _recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> torch.Tensor:
+    """The operator of that name over q, k [1, T, G, K] and v [1, T, H, V], to v's shape."""
+    return torch.empty_like(v)
 
 
 @_marker
@@ -242,6 +266,116 @@ def _attention_interface(
     read = int(window) if "flash" in implementation else None
     arguments = (attention_mask, sinks, scale, float(softcap), read)
     return torch.ops.pcg.attention(query, key, value, *arguments), None
+
+
+# -------------------------------------------------------------------------------------- sequences
+
+
+@contextlib.contextmanager
+def of_sequences(model: nn.Module) -> Iterator[None]:
+    """Replace transformers' functions of short convolutions and recurrences by markers.
+
+    A model's file has its own copies of the functions. Other threads are not affected.
+    """
+    thread = get_ident()
+
+    def replaced(function: Callable[..., Any], marker: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (marker if get_ident() == thread else function)(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as undo:
+        for name in {type(module).__module__ for module in model.modules()}:
+            module = sys.modules[name]
+            for key, marker in _OF_SEQUENCES.items():
+                function = vars(module).get(key)
+                if function is not None and _is_of_transformers(inspect.unwrap(function)):
+                    setattr(module, key, replaced(function, marker))
+                    undo.callback(setattr, module, key, function)
+        yield
+
+
+def _causal_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    from transformers.activations import ACT2FN
+
+    _check_single("a short convolution", options)
+    out = torch.ops.pcg.short_convolution(x.to(weight.dtype), weight, bias)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    _check_single("a gated delta rule", options)
+    q, k, v, decay, strength = (x.float() for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * query.shape[-1] ** -0.5
+    return torch.ops.pcg.recurrence(q, k, v, decay, strength).to(query.dtype), None
+
+
+def _state_space(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int = 64,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **options: Any,
+) -> torch.Tensor:
+    """Mamba-2's scan: the state decays by A dt and takes B (dt x)ᵀ, and C reads it."""
+    _check_single("a state space", options)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    least, most = dt_limit
+    if most < float("inf"):
+        dt = torch.clamp(dt, least, most)
+    elif not (dt_softplus and least == 0.0):  # softplus is positive
+        dt = torch.clamp(dt, min=least)
+    x, step = hidden_states.float(), dt.float()
+    out = torch.ops.pcg.recurrence(
+        C.float(), B.float(), x * step[..., None], A.float() * step, None
+    )
+    return out if D is None else out + D[..., None] * x  # type: ignore[no-any-return]
+
+
+def _check_single(what: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of a kernel other than those of whole sequences without a cache."""
+    for name, option in options.items():
+        if option is not None and option is not False and name not in _WITHOUT_EFFECT:
+            raise UnsupportedError(f"{what} is given {name}, which pcg does not compute")
+
+
+_OF_SEQUENCES: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _causal_convolution,
+    "mamba2_chunk_scan": _state_space,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+}
+"""Replacements of functions, by their names in transformers' model files."""
+
+
+# ---------------------------------------------------------------------------------------- registries
 
 
 def _experts_interface(

@@ -442,6 +442,23 @@ def experts(flat: FlatGraph, node: Node) -> FlatValue:
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
 
 
+# ---------------------------------------------------------------------------------- recurrence rules
+
+
+def short_convolution(flat: FlatGraph, node: Node) -> FlatValue:
+    x, *weights = [flat.tensor(a) for a in node.args if a is not None]
+    if x.tags != "bdt":
+        raise refusal(node, f"it convolves dims {x.tags}, not [1, channels, tokens]")
+    return x.named(flat.add("short_convolution", x.name, *(w.name for w in weights), state=0))
+
+
+def recurrence(flat: FlatGraph, node: Node) -> FlatValue:
+    inputs = [flat.tensor(a) for a in node.args if a is not None]
+    if any(x.tags[:2] != "bt" for x in inputs):
+        raise refusal(node, "its tokens are not the second dim")
+    return inputs[2].named(flat.add("recurrence", *(x.name for x in inputs), state=0))
+
+
 # -------------------------------------------------------------------------------------------- table
 
 
@@ -495,5 +512,7 @@ _ATEN: Mapping[str, Rule] = {
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
     "pcg.experts": experts,
+    "pcg.recurrence": recurrence,
+    "pcg.short_convolution": short_convolution,
     "pcg.take": take,
 }

@@ -87,3 +87,9 @@ from pcg.kernels.torch.products import (
     product,
     requested_piece,
 )
+from pcg.kernels.torch.recurrent import (
+    recurrence,
+    recurrence_backward,
+    short_convolution,
+    short_convolution_backward,
+)

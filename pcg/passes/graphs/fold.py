@@ -13,6 +13,7 @@ kind are equal graphs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Fold(Pass[Graph, ModelGraph]):
             once.
     Raises:
         TraceError: no layers, or a layer reads a value of a layer other than the previous.
-        UnsupportedError: a layer has two attentions, or an attention is outside the layers.
+        UnsupportedError: a layer has two attentions, or an operator that sees sequences is outside
+            the layers.
     """
 
     name = "fold"
@@ -65,12 +67,18 @@ class _Folder:
         if not self._count:
             raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
         self._region = self._find_regions()
-        self._check_attention()
+        self._check_sequences()
 
-    def _check_attention(self) -> None:
-        """Refuse a model that needs more than one KV cache entry per layer."""
+    def _check_sequences(self) -> None:
+        """Refuse a model that needs more than one KV cache entry per layer, or states elsewhere."""
         scopes: dict[int, list[str]] = {}
         for node in self.graph.nodes:
+            is_within = 0 <= self._region[node.name] < self._count
+            if "state" in operator(node.op).attributes and not is_within:
+                raise UnsupportedError(
+                    f"{node.op} outside the layers of {self.layers_path}: {node.scope}; pcg has "
+                    "recurrent states of layers alone"
+                )
             if node.op == "attention":
                 scopes.setdefault(self._region[node.name], []).append(node.scope)
         for region, attentions in scopes.items():
@@ -238,7 +246,7 @@ class _Folder:
         names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
         scoped = tuple(
             dataclasses.replace(node, scope=self._relative_scope(node.scope))
-            for node in graph.nodes
+            for node in _with_numbered_states(graph).nodes
         )
         renamed = graph.replace(nodes=scoped).renamed(names).replace(parameters=parameters)
         return _readable(renamed, carried, shared)
@@ -246,6 +254,19 @@ class _Folder:
     def _relative_scope(self, scope: str) -> str:
         match = self._pattern.match(scope)
         return (match[2] or "") if match else scope
+
+
+def _with_numbered_states(graph: Graph) -> Graph:
+    """Number the recurrent states of a layer, in order."""
+    numbers = itertools.count()
+    return graph.replace(
+        nodes=tuple(
+            node.changed(attributes={"state": next(numbers)})
+            if "state" in operator(node.op).attributes
+            else node
+            for node in graph.nodes
+        )
+    )
 
 
 def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:

@@ -30,6 +30,7 @@ from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.recurrent_states import recurrent_types
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.state import ModelState, ServingProgram
 from pcg.runtime.requests.plain import option_facts, request_facts
@@ -79,7 +80,7 @@ class Engine(EngineLoop):
         cache = runner.cache
         state.add_listener(self)
         prefixes = None
-        if arguments.prefix_caching:
+        if arguments.prefix_caching and cache.states is None:
             prefixes = Prefixes(cache.pool, between_tenants=arguments.prefixes_between_tenants)
         queue = arguments.queue or QueueLimits()
         scheduler = Scheduler(cache.pool, adapters, limits, arguments.policy, prefixes, queue)
@@ -264,7 +265,15 @@ def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) ->
 
     def make(size_bytes: int) -> _OnDevice:
         pages = max(1, size_bytes // page_bytes)
-        cache = KvCache(types, pages, state.device, in_pages=in_pages, page_bytes=page_bytes)
+        cache = KvCache(
+            types,
+            pages,
+            state.device,
+            in_pages=in_pages,
+            page_bytes=page_bytes,
+            states=recurrent_types(model),
+            slots=limits.running,
+        )
         adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()
         runner = StepRunner(state, cache, adapters, limits)
         if arguments.warm_up:

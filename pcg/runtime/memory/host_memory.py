@@ -31,7 +31,11 @@ import mmap
 import os
 import platform
 from collections.abc import Mapping
+from math import prod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pcg.kernels.torch.products import ProductRequest, Result
 
@@ -161,6 +165,15 @@ KEPT_PRODUCTS = 256
 
 CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """The variables of torch (ideep) and oneDNN, both read at the process's first product by oneDNN."""
+
+
+def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU, memory is committed only when it is written."""
+    size_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def bound_shape_caches() -> None:

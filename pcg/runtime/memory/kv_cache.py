@@ -12,7 +12,6 @@ stage with the largest rows determines the size of a page.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -25,7 +24,9 @@ from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, TensorType, tensor
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.ranks.stages import Stages
+from pcg.runtime.memory.host_memory import untouched
 from pcg.runtime.memory.pool import PagePool
+from pcg.runtime.memory.recurrent_states import LayerStates, RecurrentStates
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -61,6 +62,7 @@ class KvCache:
         pages: all memory, [pages, bytes of a page], u8; None if pages are not runs of bytes.
         keys, values: tensors of each layer, [kv_heads, rows, head_dim]; with `pages` [pages,
             kv_heads, PAGE_TOKENS, head_dim].
+        states: the recurrent states of sequences; None if no layer has any.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class KvCache:
         *,
         in_pages: bool = False,
         page_bytes: int | None = None,
+        states: LayerStates = (),
+        slots: int = 0,
     ) -> None:
         """Create a cache of free pages.
 
@@ -78,14 +82,18 @@ class KvCache:
             types: the types of each layer's keys and values.
             in_pages: True to make pages runs of bytes.
             page_bytes: the bytes of such a page; by default computed from the types.
+            states: the types of each layer's recurrent states.
+            slots: the number of sequences with recurrent states.
         """
-        self.pool = PagePool(pages)
+        has_states = any(states)
+        self.pool = PagePool(pages, slots if has_states else 0)
+        self.states = RecurrentStates(states, slots, device) if has_states else None
         self.pages: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         if in_pages:
             size = bytes_of_page(types) if page_bytes is None else page_bytes
-            self.pages = _untouched((pages, size), torch.uint8, device)
+            self.pages = untouched((pages, size), torch.uint8, device)
             offset = 0
             for pair in types:
                 for store, type_ in zip((self.keys, self.values), pair, strict=True):
@@ -98,7 +106,7 @@ class KvCache:
                 dtype = getattr(torch, TORCH_NAMES[type_.dtype])
                 heads, size = type_.features
                 shape = (heads, self.rows, size)
-                store.append(_untouched(shape, dtype, device))
+                store.append(untouched(shape, dtype, device))
         self.pool.on_free = partial(_scrub_rows, (*self.keys, *self.values))
 
     @property
@@ -136,15 +144,6 @@ def _scrub_rows(stores: Sequence[Tensor], start: int, count: int) -> None:
     rows = slice(start * PAGE_TOKENS, (start + count) * PAGE_TOKENS)
     for store in stores:
         store[:, rows].zero_()
-
-
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU, memory is committed only when it is written."""
-    size_bytes = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size_bytes:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:

@@ -112,6 +112,7 @@ class PageTable:
         replaced: number of replaced pages; otherwise pages are only appended.
         run_row: the cache row of the first token if the pages are a run, else -1.
         stop_row: the row after a run and its spare pages.
+        slot: the slot of a sequence's recurrent states; -1 for none.
     """
 
     owner: str
@@ -122,6 +123,7 @@ class PageTable:
     replaced: int = 0
     run_row: int = 0
     stop_row: int = 0
+    slot: int = -1
     _breaks: int = 0
 
     def place(self) -> None:
@@ -175,15 +177,17 @@ class PageTable:
 
 
 class PagePool:
-    """Allocates pages.
+    """Allocates pages, and slots of recurrent states.
 
     Attributes:
         on_free: called with the first page and the length of each run of freed pages, before the
             pages can be allocated again.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, slots: int = 0) -> None:
         self.size = size
+        self.slots = slots
+        self._free_slots = list(reversed(range(slots)))
         self.on_free: Callable[[int, int], None] = lambda start, count: None
         self.shared = SharedPages()
         self._free = FreeRuns()
@@ -212,6 +216,11 @@ class PagePool:
         table.place()
         return table
 
+    def take_slot(self, table: PageTable) -> None:
+        """Give the table of a sequence a slot, if the model has recurrent states."""
+        if self.slots and table.slot < 0:
+            table.slot = self._free_slots.pop()
+
     def extend(self, table: PageTable, count: int, last: bool = False) -> None:
         """Give a table pages; with `last` from the end of the pool, not necessarily as a run.
 
@@ -239,6 +248,9 @@ class PagePool:
     def close(self, table: PageTable) -> None:
         """Free all pages of a table."""
         del self._tables[id(table)]
+        if table.slot >= 0:
+            self._free_slots.append(table.slot)
+            table.slot = -1
         self._give_spare_back(table)
         for start, length in runs_of(table.pages[table.shared :]):
             self._take_back(start, length)
@@ -261,6 +273,8 @@ class PagePool:
         self._free, self._spare = FreeRuns(), 0
         self._keeping.clear()
         self._tables = {id(table): table for table in tables}
+        taken = {table.slot for table in tables}
+        self._free_slots = [slot for slot in reversed(range(self.slots)) if slot not in taken]
         for table in tables:
             table.shared = table.spare = 0
             table._breaks = _breaks(table.pages)
@@ -307,7 +321,9 @@ class PagePool:
             self._take_back(page)
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError if a page is lost, or held twice."""
+        """Raise an AssertionError if a page or a slot is lost, or held twice."""
+        taken = [table.slot for table in self._tables.values() if table.slot >= 0]
+        assert sorted([*taken, *self._free_slots]) == list(range(self.slots)), "a slot is lost"
         seen = [page for start, length in self._free for page in range(start, start + length)]
         loose = self._free.pages
         assert len(seen) == loose, f"{loose} pages should be loose, not {len(seen)}"

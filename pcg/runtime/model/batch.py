@@ -40,6 +40,7 @@ from pcg.kernels.batch import (
     DroppedTokens,
     KvGradients,
     ProgramBatch,
+    SequenceStates,
     Span,
 )
 from pcg.kernels.devices import uploaded, uploaded_list
@@ -246,6 +247,7 @@ class Batch(ProgramBatch):
         self.is_alone = False
         self.keeps = keeps
         self.gradients: KvGradients | None = None
+        self.states: SequenceStates | None = None
         self.rows: Tensor | None = None
         self.rows_of_all: Tensor | None = None
         self.known: dict[object, Any] = {}
@@ -264,6 +266,9 @@ class Batch(ProgramBatch):
         if cache is not None:
             self._first_rows = _column([table.run_row for table in tables])
             self.rows = self._on_device(self._cache_rows(positions))
+            if cache.states is not None and not keeps:
+                slots = [table.slot for table in tables]
+                self.states = cache.states.of(self.spans, slots, input_ids.device)
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(virtual):

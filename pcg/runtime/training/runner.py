@@ -37,6 +37,7 @@ from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_memory import SLACK, FreedMemory, return_freed_memory
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import PageTable
+from pcg.runtime.memory.recurrent_states import Boundary, WindowStates
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
@@ -129,6 +130,7 @@ class TrainingPass(WindowedPass):
         self.forwarded = 0
         self.is_done = False
         self._windows: list[Window] = []
+        self._boundary: Boundary | None = None
         self._begun = self._next = 0
         self._open: Window | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64)
@@ -258,6 +260,11 @@ class TrainingPass(WindowedPass):
         batch = Batch(input_ids, spans, self._cache, keeps=True)
         batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
         batch.dropout_seed = self._dropout_seed
+        if self._cache is not None:
+            before = self._boundary
+            continues = end < self.tokens and self._sequences.context(end)
+            self._boundary = Boundary() if continues else None
+            batch.states = WindowStates(before, self._boundary, self.trains)
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
             before = len(self._windows) if self.trains else 0

@@ -27,6 +27,7 @@ from pcg.runtime.engine.device.clock import Clock
 from pcg.runtime.engine.device.served_batch import cut, hidden_requests
 from pcg.runtime.memory.kv_cache import KvCache, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.recurrent_states import recurrent_types
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.model.state import ModelState
@@ -59,8 +60,13 @@ def calibrated(state: ModelState, clock: Clock, graphs: StepGraphs | None = None
     if graphs is not None and not (graphs.is_warm and graphs.cache.pool.free >= pages):
         graphs = None
     types = stage_kv_types(runner.model, state.stages, state.mesh.stage)
-    cache = KvCache(types, pages, device) if graphs is None else graphs.cache
+    if graphs is None:
+        states = recurrent_types(runner.model)
+        cache = KvCache(types, pages, device, states=states, slots=1)
+    else:
+        cache = graphs.cache
     table = cache.pool.open("calibration")
+    cache.pool.take_slot(table)
     cache.pool.extend(table, pages)
 
     def median_s(run: Callable[[], object]) -> float:

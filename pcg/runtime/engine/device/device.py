@@ -141,6 +141,9 @@ class Device(Protocol):
     def copy_page(self, page: int, to: int) -> None:
         """Copy keys and values of `page` to another page."""
 
+    def copy_states(self, slot: int, to: int) -> None:
+        """Copy the recurrent states of a sequence to another slot."""
+
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         """Start copying adapters that have pages, in the background and in the given order."""
 

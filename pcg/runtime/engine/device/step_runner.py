@@ -425,6 +425,10 @@ class StepRunner:
     def copy_page(self, page: int, to: int) -> None:
         self.cache.copy_page(page, to)
 
+    def copy_states(self, slot: int, to: int) -> None:
+        assert self.cache.states is not None
+        self.cache.states.copy(slot, to)
+
     def is_copying(self, adapter: ServedAdapter) -> bool:
         return self._tables.is_copying(cast("Adapter", adapter))
 

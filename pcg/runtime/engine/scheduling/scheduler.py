@@ -82,6 +82,7 @@ class PageRoom:
             return False
         if sequence.table is None:
             sequence.table = self.pool.open(sequence.id, expected)
+        self.pool.take_slot(sequence.table)
         self.pool.extend(sequence.table, need)
         return True
 
@@ -294,6 +295,9 @@ class Scheduler:
         self.pool.extend(follower.table, need)
         if need:
             self._device.copy_page(table.pages[full], follower.table.pages[full])
+        self.pool.take_slot(follower.table)
+        if table.slot >= 0:
+            self._device.copy_states(table.slot, follower.table.slot)
         self._begin(follower, now_s)
 
     def _begin(self, sequence: Sequence, now_s: float) -> None:

@@ -1,0 +1,282 @@
+"""Short convolutions and linear recurrences over ragged token-flat batches, on PyTorch alone.
+
+A convolution lays the tokens of each sequence behind the last W - 1 inputs before them, and shifts
+the whole. A recurrence runs a single token by its definition, and more tokens in chunks: with γ the
+sums of decays within a chunk, and L = exp(γ_i - γ_j) for j <= i,
+
+    T = (I + strictLower(β k kᵀ ⊙ L))⁻¹    U = T (β v)    W = T (β k ⊙ exp(γ))    (with beta)
+    v' = U - W S                                           (v' = v without beta)
+    o = (q ⊙ exp(γ)) S + (q kᵀ ⊙ L) v'
+    S' = exp(γ_C) S + (k ⊙ exp(γ_C - γ))ᵀ v'
+
+Backward runs the chunks again under autograd, from the state at the start of the window.
+
+Shapes: n sequences of m tokens, H heads of G groups, K channels of keys, V of values.
+Source: Mamba-2 (arXiv:2405.21060), gated delta networks (arXiv:2412.06464).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch, once
+from pcg.kernels.devices import uploaded, uploaded_list
+
+# ---------------------------------------------------------------------------------- convolutions
+
+
+class _Rows(NamedTuple):
+    """Rows of sequences' tokens, each sequence behind its W - 1 earlier inputs.
+
+    Attributes:
+        count: number of rows.
+        tokens: the row of each token, [T].
+        before, after: the rows of each sequence's W - 1 earlier inputs, and of its last W - 1
+            inputs, [n (W - 1)].
+    """
+
+    count: int
+    tokens: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def short_convolution(
+    batch: ProgramBatch, number: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute the operator of that name: x is [T, C], weight [C, W], bias [C]."""
+    size = weight.shape[1] - 1
+    rows, spans = _rows(batch, size), len(batch.spans)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    behind = x.new_empty((rows.count, x.shape[1]), dtype=dtype)
+    behind[rows.tokens] = x.to(dtype)
+    before = x.new_zeros((spans, size, x.shape[1]))
+    if batch.states is not None:
+        batch.states.read(batch.layer, number, before)
+    behind[rows.before] = before.flatten(0, 1).to(dtype)
+    if batch.states is not None:
+        after = behind[rows.after].to(x.dtype)
+        batch.states.write(batch.layer, number, after.unflatten(0, (spans, size)))
+    ends = rows.count - size
+    taps = weight.to(dtype).t()
+    out = behind[:ends] * taps[0]
+    for tap in range(1, size + 1):
+        out.addcmul_(behind[tap : tap + ends], taps[tap])
+    out = out[rows.tokens - size]
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def short_convolution_backward(
+    batch: ProgramBatch, number: int, dy: Tensor, weight: Tensor
+) -> Tensor:
+    """Return dx of a short convolution, [T, C]."""
+    size = weight.shape[1] - 1
+    rows, spans = _rows(batch, size), len(batch.spans)
+    dtype = torch.promote_types(dy.dtype, torch.float32)
+    ends = rows.count - size
+    dout = dy.new_zeros((ends, dy.shape[1]), dtype=dtype)
+    dout[rows.tokens - size] = dy.to(dtype)
+    taps = weight.to(dtype).t()
+    behind = dy.new_zeros((rows.count, dy.shape[1]), dtype=dtype)
+    for tap in range(size + 1):
+        behind[tap : tap + ends].addcmul_(dout, taps[tap])
+    if batch.states is not None:
+        after = dy.new_zeros((spans, size, dy.shape[1]), dtype=dtype)
+        batch.states.read_gradients(batch.layer, number, after)
+        behind[rows.after] += after.flatten(0, 1)
+        before = behind[rows.before].unflatten(0, (spans, size))
+        batch.states.write_gradients(batch.layer, number, before)
+    return behind[rows.tokens].to(dy.dtype)
+
+
+def _rows(batch: ProgramBatch, size: int) -> _Rows:
+    def make() -> _Rows:
+        lengths = np.array([span.length for span in batch.spans])
+        ends = (lengths + size).cumsum()
+        starts = ends - lengths - size
+        within = np.arange(size)
+        places = np.arange(lengths.sum()) + (np.arange(len(lengths)) + 1).repeat(lengths) * size
+        before, after = (
+            (firsts[:, None] + within).ravel() for firsts in (starts, ends - size)
+        )
+        device = batch.input_ids.device
+        tables = (uploaded(torch.from_numpy(x), device) for x in (places, before, after))
+        return _Rows(int(ends[-1]), *tables)
+
+    return once(batch.known, ("rows behind histories", size), make)
+
+
+# ----------------------------------------------------------------------------------- recurrences
+
+
+CHUNK, CHANNEL_CHUNK = 64, 16
+"""Tokens of a chunk; with a decay of each channel, whose pairs of tokens have all channels."""
+
+_Index: TypeAlias = slice | Tensor
+
+
+class _Group(NamedTuple):
+    """Sequences with equally many tokens in the batch.
+
+    Attributes:
+        length: tokens of each sequence.
+        sequences: indices of the spans.
+        tokens: indices of their tokens, sequence by sequence.
+    """
+
+    length: int
+    sequences: _Index
+    tokens: _Index
+
+
+def recurrence(
+    batch: ProgramBatch,
+    number: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+) -> Tensor:
+    """Compute the operator of that name, [T, H, V]."""
+    inputs = (q, k, v, decay, *(() if beta is None else (beta,)))
+    states = _states(batch, number, k, v)
+    out = torch.empty_like(v)
+    for group in _groups(batch):
+        parts = [_part(x, group) for x in inputs]
+        o, after = _scan(parts, states[group.sequences])
+        out[group.tokens] = o.flatten(0, 1).to(out.dtype)
+        states[group.sequences] = after
+    if batch.states is not None:
+        batch.states.write(batch.layer, number, states)
+    return out
+
+
+def recurrence_backward(
+    batch: ProgramBatch, number: int, do: Tensor, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a recurrence's inputs, from do and the inputs."""
+    states = _states(batch, number, *inputs[1:3])
+    dstates = torch.zeros_like(states)
+    if batch.states is not None:
+        batch.states.read_gradients(batch.layer, number, dstates)
+    gradients = tuple(torch.empty_like(x) for x in inputs)
+    for group in _groups(batch):
+        parts = [_part(x, group).requires_grad_() for x in inputs]
+        before = states[group.sequences].detach().requires_grad_()
+        with torch.enable_grad():
+            o, after = _scan(parts, before)
+        sums = (_part(do, group), dstates[group.sequences])
+        *found, dbefore = torch.autograd.grad([o, after], [*parts, before], sums)
+        for gradient, part in zip(gradients, found, strict=True):
+            gradient[group.tokens] = part.flatten(0, 1).to(gradient.dtype)
+        dstates[group.sequences] = dbefore
+    if batch.states is not None:
+        batch.states.write_gradients(batch.layer, number, dstates)
+    return gradients
+
+
+def _states(batch: ProgramBatch, number: int, k: Tensor, v: Tensor) -> Tensor:
+    """Return the states before the batch's tokens, [n, H, K, V]."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    shape = (len(batch.spans), v.shape[1], k.shape[2], v.shape[2])
+    states = v.new_zeros(shape, dtype=dtype)
+    if batch.states is not None:
+        batch.states.read(batch.layer, number, states)
+    return states
+
+
+def _part(x: Tensor, group: _Group) -> Tensor:
+    """Return the tokens of a group, [n, m, …], in fp32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x[group.tokens].to(dtype).unflatten(0, (-1, group.length)).detach()
+
+
+def _groups(batch: ProgramBatch) -> Sequence[_Group]:
+    def make() -> list[_Group]:
+        by_length: dict[int, list[int]] = {}
+        for index, span in enumerate(batch.spans):
+            by_length.setdefault(span.length, []).append(index)
+        if len(by_length) == 1:
+            return [_Group(next(iter(by_length)), slice(None), slice(None))]
+        device = batch.input_ids.device
+        groups = []
+        for length, spans in by_length.items():
+            starts = np.array([batch.spans[index].start for index in spans])
+            tokens = torch.from_numpy((starts[:, None] + np.arange(length)).ravel())
+            places = uploaded_list(spans, torch.int64, device)
+            groups.append(_Group(length, places, uploaded(tokens, device)))
+        return groups
+
+    return once(batch.known, "groups of recurrences", make)
+
+
+def _scan(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o [n, m, H, V] and the states after, of inputs [n, m, …] and states [n, H, K, V]."""
+    q, k, v, decay, *betas = inputs
+    shared = v.shape[2] // k.shape[2]
+    if shared > 1:
+        q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
+    rest = [x.transpose(1, 2) for x in (q, k, v, decay, *betas)]
+    size = CHUNK if decay.dim() == 3 else CHANNEL_CHUNK
+    outs = []
+    for part in _cut(rest, size if v.shape[1] > 1 else 1):
+        o, state = (_chunk if v.shape[1] > 1 else _token)(state, *part)
+        outs.append(o)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return out.transpose(1, 2), state
+
+
+def _cut(inputs: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    for start in range(0, inputs[0].shape[2], size):
+        yield [x[:, :, start : start + size] for x in inputs]
+
+
+def _token(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run a single token of each sequence: [n, H, 1, …]."""
+    kept = state * decay.exp().reshape(*decay.shape[:2], -1, 1)
+    if beta is not None:
+        v = beta[..., None] * (v - k @ kept)
+    state = kept + k.transpose(-1, -2) * v
+    return q @ state, state
+
+
+def _chunk(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run a chunk of tokens of each sequence: [n, H, C, …]."""
+    of_channels = decay.dim() == 4
+    sums = decay.cumsum(dim=2)
+    size = q.shape[2]
+    later = torch.ones((size, size), dtype=torch.bool, device=q.device).triu(1)
+    pairs = sums.unsqueeze(3) - sums.unsqueeze(2)
+    later = later[..., None] if of_channels else later
+    pairs = pairs.masked_fill(later, float("-inf")).exp()
+    if not of_channels:
+        sums = sums.unsqueeze(-1)
+
+    def scores(x: Tensor) -> Tensor:
+        if of_channels:
+            return torch.einsum("nhik,nhjk,nhijk->nhij", x, k, pairs)
+        return (x @ k.transpose(-1, -2)) * pairs
+
+    if beta is not None:
+        beta = beta.unsqueeze(-1)
+        system = beta * scores(k)  # the solver takes its diagonal as ones, and reads below it
+        right = torch.cat([beta * v, beta * k * sums.exp()], dim=-1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        of_v, of_k = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+        v = of_v - of_k @ state
+    out = (q * sums.exp()) @ state + scores(q) @ v
+    last = sums[:, :, -1:]
+    added = (k * (last - sums).exp()).transpose(-1, -2) @ v
+    return out, last.exp().transpose(-1, -2) * state + added
