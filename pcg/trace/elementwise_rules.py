@@ -221,16 +221,20 @@ def aligned(flat: FlatGraph, node: Node, *values: FlatValue) -> tuple[list[str],
     tags = "".join(
         "d" if tag == "b" and size != 1 else tag for tag, size in zip(tags, shape, strict=True)
     )
-    if tags.count("t") > 1:
+    rows = {x.rows for x in values if "t" in x.tags} or {1}
+    if tags.count("t") > 1 or len(rows) > 1:
         raise refusal(node, "it pairs tokens with tokens")
+    lies = FlatValue("", tags, shape, rows.pop())
     names = []
     for x in values:
         features = [_size(x, i - rank) for i, tag in enumerate(tags) if tag == "d"]
+        if "t" in x.tags and x.rows > 1:
+            features.insert(0, x.rows)
         if "t" not in x.tags:
             while len(features) > 1 and features[0] == 1:
                 features.pop(0)
         names.append(flat.reshape(x.name, tuple(features)))
-    return names, FlatValue("", tags, shape)
+    return names, lies
 
 
 def _size(x: FlatValue, dim: int) -> int:

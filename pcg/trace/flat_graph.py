@@ -32,11 +32,14 @@ class FlatValue:
         name: the flat value's name; empty for an empty slice.
         tags: the tag of each traced dim.
         shape: the traced sizes; None for the token dim.
+        rows: rows of each token in the token dim, as of heads that the model reshapes to [T rows,
+            d]; above 1, they are the first feature dim of the flat value.
     """
 
     name: str
     tags: str
     shape: tuple[int | None, ...]
+    rows: int = 1
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -44,7 +47,7 @@ class FlatValue:
         sizes = [s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d"]
         if None in sizes:
             raise TypeCheckError("it has as many features as there are tokens")
-        return tuple(sizes)  # type: ignore[arg-type]
+        return (*(() if self.rows == 1 else (self.rows,)), *sizes)  # type: ignore[arg-type]
 
     def feature_dim(self, dim: int) -> int:
         """Return the index from the end, in the flat value, of a traced dim."""
@@ -130,9 +133,11 @@ class FlatGraph:
             return name
         return self.add("reshape", name, shape=(-1,) * type_.is_token_wise + features)
 
-    def reshaped(self, name: str, tags: str, shape: tuple[int | None, ...]) -> FlatValue:
+    def reshaped(
+        self, name: str, tags: str, shape: tuple[int | None, ...], rows: int = 1
+    ) -> FlatValue:
         """View a flat value as a traced tensor of another shape."""
-        value = FlatValue(name, tags, shape)
+        value = FlatValue(name, tags, shape, rows)
         return value.named(self.reshape(name, value.features))
 
     def cast(self, name: str, dtype: str) -> str:

@@ -36,13 +36,16 @@ def reshape(flat: FlatGraph, node: Node) -> FlatValue:
         raise refusal(node, "the token dim disappears")
     old, new = x.shape.index(None), shape.index(None)
     before = prod(s for s in x.shape[:old] if s)
-    if before != prod(s for s in shape[:new] if s):
+    of_input = node.args[0].meta["val"].shape[old]  # type: ignore[union-attr]
+    rows = x.rows * node.meta["val"].shape[new].node.expr / of_input.node.expr
+    is_regrouped = rows not in (1, x.rows)  # rows behind a token become its features, or back
+    if before != prod(s for s in shape[:new] if s) or not rows.is_Integer or (is_regrouped and before > 1):
         raise refusal(node, f"a view from {list(x.shape)} to {list(shape)} cuts across tokens")
     leads = ["d"] * new
     if (before == 1 and new) or (new > 1 and shape[0] == 1):
         leads[0] = "b"
     tags = "".join(leads) + "t" + "d" * (len(shape) - new - 1)
-    return flat.reshaped(x.name, tags, shape)
+    return flat.reshaped(x.name, tags, shape, int(rows))
 
 
 def _permuted(flat: FlatGraph, x: FlatValue, order: list[int]) -> FlatValue:
@@ -185,7 +188,7 @@ def _sliced(
         attributes["step"] = step
     shape = list(x.shape)
     shape[dim] = len(range(start, stop, step))
-    return FlatValue(flat.add("slice", x.name, **attributes), x.tags, tuple(shape))
+    return replace(x, name=flat.add("slice", x.name, **attributes), shape=tuple(shape))
 
 
 def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
@@ -372,7 +375,7 @@ def reduction(op: str) -> Rule:
         dim = int(dims[0]) % len(x.tags)
         name = flat.add(op, x.name, dim=x.feature_dim(dim), keepdim=keepdim)
         tags = x.tags if keepdim else x.tags[:dim] + x.tags[dim + 1 :]
-        return FlatValue(name, tags, traced_shape(node))
+        return replace(x, name=name, tags=tags, shape=traced_shape(node))
 
     return rule
 
