@@ -38,8 +38,9 @@ def reshape(flat: FlatGraph, node: Node) -> FlatValue:
     before = prod(s for s in x.shape[:old] if s)
     of_input = node.args[0].meta["val"].shape[old]  # type: ignore[union-attr]
     rows = x.rows * node.meta["val"].shape[new].node.expr / of_input.node.expr
-    is_regrouped = rows not in (1, x.rows)  # rows behind a token become its features, or back
-    if before != prod(s for s in shape[:new] if s) or not rows.is_Integer or (is_regrouped and before > 1):
+    is_regrouped = rows != x.rows  # rows behind a token become its features, or back
+    is_cut = before != prod(s for s in shape[:new] if s) or not rows.is_Integer
+    if is_cut or (is_regrouped and before > 1):
         raise refusal(node, f"a view from {list(x.shape)} to {list(shape)} cuts across tokens")
     leads = ["d"] * new
     if (before == 1 and new) or (new > 1 and shape[0] == 1):

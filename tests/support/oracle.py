@@ -36,9 +36,11 @@ def random_model(
             )
         model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() > 1:
+        if name.endswith(".A_log"):  # drawn up to log 16, where nothing is left of earlier tokens
+            parameter.data.copy_(noise - 1.0)
+        elif parameter.dim() > 1:
             parameter.data.copy_(0.08 * noise)
         else:
             parameter.data.add_(0.1 * noise)

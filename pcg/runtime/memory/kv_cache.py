@@ -26,7 +26,7 @@ from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.ranks.stages import Stages
 from pcg.runtime.memory.host_memory import untouched
 from pcg.runtime.memory.pool import PagePool
-from pcg.runtime.memory.recurrent_states import LayerStates, RecurrentStates
+from pcg.runtime.memory.recurrent_states import LayerStates, RecurrentStates, recurrent_types
 
 
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
@@ -146,9 +146,14 @@ def _scrub_rows(stores: Sequence[Tensor], start: int, count: int) -> None:
         store[:, rows].zero_()
 
 
+EMPTY_PAGE_BYTES = 4096
+"""The bytes of a page, for adapters, in a model whose layers have recurrent states alone."""
+
+
 def bytes_of_page(types: Sequence[tuple[TensorType, TensorType]]) -> int:
     """Return the bytes of a page in all layers."""
-    return PAGE_TOKENS * sum(bytes_of_row(type_) for pair in types for type_ in pair)
+    rows = sum(bytes_of_row(type_) for pair in types for type_ in pair)
+    return PAGE_TOKENS * rows or EMPTY_PAGE_BYTES
 
 
 def stage_kv_types(
@@ -162,12 +167,11 @@ def page_bytes_of(model: ModelGraph, stages: Stages) -> int:
     """Return the bytes of a page in the stage with the largest rows.
 
     Raises:
-        UnsupportedError: no layer has attention.
+        UnsupportedError: no layer has attention or a recurrent state.
     """
-    page = max(bytes_of_page(stage_kv_types(model, stages, i)) for i in range(stages.count))
-    if not page:
+    if not bytes_of_token(model) and not any(recurrent_types(model)):
         raise UnsupportedError(
-            "no layer of the model has attention, and an engine plans by the KV cache; "
+            "no layer of the model has attention or a recurrent state, by which an engine plans; "
             "Executor.logits computes the logits of such a model"
         )
-    return page
+    return max(bytes_of_page(stage_kv_types(model, stages, i)) for i in range(stages.count))

@@ -340,7 +340,7 @@ class Batch(ProgramBatch):
         """
         if window not in self._groups:
             assert self._cache is not None
-            dtype, device = self._cache.keys[0].dtype, self.input_ids.device
+            dtype, device = self._cache.keys[self.layer].dtype, self.input_ids.device
             self._groups[window] = decode_groups(self._singles(), window, dtype, device)
         return self._groups[window]
 

@@ -5,7 +5,8 @@
     step     the peak of the largest step
     graphs   the same peak in graphs' memory, shared logits, and `GRAPH_BYTES` of each graph
     windows  saved values of the windows of known jobs, and their adapters
-    pool     asked - used - step - graphs - windows
+    states   recurrent states of the sequences that may run
+    pool     asked - used - step - graphs - windows - states
 
 The sizes are computed before the first step. If graphs and windows take more memory in the warm-up,
 or a graph cannot be recorded for lack of memory, the pool becomes smaller.
@@ -29,6 +30,7 @@ from pcg.kernels.devices import device_memory, is_out_of_memory
 from pcg.kernels.triton.step_rooms import MOST_ROOMS
 from pcg.ranks.group import Ranks
 from pcg.runtime.admission.limits import Limits
+from pcg.runtime.memory.recurrent_states import bytes_of_states
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.warm_jobs import windows_bytes
@@ -65,6 +67,7 @@ class DeviceParts:
         step: the peak of a step.
         graphs: memory of the graphs of steps, with intermediate results.
         windows: memory of windows of jobs.
+        states: memory of recurrent states.
         is_warm: True if graphs and windows are recorded before the first step.
     """
 
@@ -76,6 +79,7 @@ class DeviceParts:
     step: int
     graphs: int
     windows: int
+    states: int
     is_warm: bool
 
     @classmethod
@@ -99,7 +103,8 @@ class DeviceParts:
             graphs = step + logits + MOST_ROOMS * GRAPH_BYTES
             windows = 0 if jobs is None else windows_bytes(state, jobs)
         used = max(0, state.free_before - free)
-        measured = (state.free_before, used, step, graphs, windows)
+        states = limits.running * bytes_of_states(base)
+        measured = (state.free_before, used, step, graphs, windows, states)
         return cls(state.device, share, total, *measured, is_warm=jobs is not None)
 
     @property
@@ -110,7 +115,8 @@ class DeviceParts:
     @property
     def pool(self) -> int:
         """The remaining bytes for the pool; below 0 if the other parts are too large."""
-        return self.asked - self.used - self.step - self.graphs - self.windows
+        needed = self.used + self.step + self.graphs + self.windows + self.states
+        return self.asked - needed
 
     def check(self, least: int) -> None:
         """Raise a DeviceMemoryError if too little memory is free, or the pool is too small."""
@@ -148,7 +154,7 @@ class DeviceParts:
 
     def __str__(self) -> str:
         parts = {"weights and adapters": self.used, "steps": self.step, "graphs": self.graphs}
-        parts["windows of jobs"] = self.windows
+        parts |= {"windows of jobs": self.windows, "recurrent states": self.states}
         listed = " + ".join(f"{size_text(size)} {name}" for name, size in parts.items() if size)
         share = "" if self.share is None else f" and gpu_memory_utilization={self.share}"
         return f"of {size_text(self.total)}{share}, {listed} are needed beside it"
