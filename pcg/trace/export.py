@@ -483,25 +483,34 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     The model's own initialisation computes those on the meta device.
     """
     values: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        before = dict(module._buffers)
-        names = [
-            name for name in module._non_persistent_buffers_set if before.get(name) is not None
-        ]
-        on_meta = [name for name in names if before[name].is_meta]
-        for name in on_meta:
-            old = before[name]
-            fill = float("nan") if old.is_floating_point() else -1
-            module._buffers[name] = torch.full_like(old, fill, device="cpu")
-        if on_meta and hasattr(model, "_init_weights"):
-            with torch.device("cpu"):
-                model._init_weights(module)  # type: ignore[operator]
-        for name in names:
-            value = module._buffers[name]
-            if name not in on_meta or not torch.isnan(value).any():
-                values[f"{prefix}.{name}" if prefix else name] = value.detach().cpu().clone()
-        module._buffers.update(before)
+    with contextlib.ExitStack() as undo:
+        on_meta: set[str] = set()
+        for prefix, module in model.named_modules():
+            undo.callback(module._buffers.update, dict(module._buffers))
+            for name in module._non_persistent_buffers_set:
+                old = module._buffers.get(name)
+                if old is not None and old.is_meta:
+                    fill = float("nan") if old.is_floating_point() else -1
+                    module._buffers[name] = torch.full_like(old, fill, device="cpu")
+                    on_meta.add(prefix)
+        # A module may also initialise the buffers of those within it.
+        holders = {parent for path in on_meta for parent in _parents(path)}
+        for prefix, module in reversed(list(model.named_modules())):
+            if prefix in holders and hasattr(model, "_init_weights"):
+                with torch.device("cpu"):
+                    model._init_weights(module)  # type: ignore[operator]
+        for prefix, module in model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                value = module._buffers[name]
+                if value is not None and not (prefix in on_meta and torch.isnan(value).any()):
+                    values[f"{prefix}.{name}" if prefix else name] = value.detach().cpu().clone()
     return values
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield a module's path, and those of the modules around it."""
+    parts = path.split(".")
+    yield from (".".join(parts[:count]) for count in range(len(parts) + 1))
 
 
 def _export(model: nn.Module) -> torch.export.ExportedProgram:

@@ -361,21 +361,22 @@ def _state_space(
 
 
 def _check_single(what: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of a kernel other than those of whole sequences without a cache."""
-    for name, option in options.items():
-        if option is not None and option is not False and name not in _WITHOUT_EFFECT:
+    """Refuse options of kernels that transformers' own functions do not have."""
+    for name in ("cu_seqlens", "initial_state", "initial_states", "seq_idx", "z"):
+        if options.get(name) is not None:
             raise UnsupportedError(f"{what} is given {name}, which pcg does not compute")
 
 
 _OF_SEQUENCES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _state_space,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
 }
 """Replacements of functions, by their names in transformers' model files."""
 
 
-# ---------------------------------------------------------------------------------------- registries
+# -------------------------------------------------------------------------------------- registries
 
 
 def _experts_interface(

@@ -446,7 +446,7 @@ def experts(flat: FlatGraph, node: Node) -> FlatValue:
     return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
 
 
-# ---------------------------------------------------------------------------------- recurrence rules
+# -------------------------------------------------------------------------------- recurrence rules
 
 
 def short_convolution(flat: FlatGraph, node: Node) -> FlatValue:

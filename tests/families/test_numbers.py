@@ -305,10 +305,10 @@ def test_logits_of_a_saved_model(family: Family, form: str, tmp_path: Path) -> N
     executor = compiled.executor(tmp_path)
     reread = _reread(tmp_path, model)
     for sequence in prompts(LENGTHS):
-        expected = oracle.logits(reread, sequence).float()
+        expected = oracle.logits(reread, sequence)
         found = executor.logits(sequence)
-        assert found.dtype is saved.dtype
-        assert oracle.relative_error(found.float(), expected) < saved.tolerance
+        assert found.dtype is expected.dtype
+        assert oracle.relative_error(found.float(), expected.float()) < saved.tolerance
 
 
 def _reread(directory: Path, model: Any) -> Any:

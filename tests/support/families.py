@@ -112,6 +112,18 @@ _MPT = {"d_model": 96, "n_heads": 6, "vocab_size": VOCABULARY, "max_seq_len": 64
 _BLOOM = {"hidden_size": 96, "n_head": 6, "vocab_size": VOCABULARY, **_TOKENS}
 _GEMMA = _of(_LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=WINDOW)
 
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "head_dim": 24,
+}
+_LINEAR_THEN_FULL = {"layer_types": _alternate("linear_attention", "full_attention")}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+_OUT = ("out_proj",)
+"""Modules of Mamba layers that peft does not adapt."""
+
 FAMILIES: tuple[Family, ...] = (
     Family("llama2", "llama", _of(_LLAMA, num_key_value_heads=4)),
     Family("llama3", "llama", _of(_LLAMA, rope_theta=500000.0)),
@@ -206,6 +218,73 @@ FAMILIES: tuple[Family, ...] = (
         _of(_LLAMA, block_auto_adjust_ff_dim=False, conv_bias=True, conv_L_cache=6),
         ("in_proj", "q_proj", "w1"),
         per_layer={"layer_types": _alternate("full_attention", "conv")},
+        extra=True,
+    ),
+    Family(
+        "qwen3.5",
+        "qwen3_5_text",
+        _of(_LLAMA, **_DELTA),
+        ("in_proj_qkv", "in_proj_a", "q_proj"),
+        per_layer=_LINEAR_THEN_FULL,
+    ),
+    Family(
+        "qwen3_next",
+        "qwen3_next",
+        _of(_LLAMA, **_DELTA),
+        ("in_proj_qkvz", "in_proj_ba", "q_proj"),
+        per_layer={**_LINEAR_THEN_FULL, "mlp_only_layers": lambda layers: list(range(layers))},
+        extra=True,
+        linear=("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
+    ),
+    Family(
+        "mamba2",
+        "mamba2",
+        {
+            "hidden_size": 64,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 24,
+            "n_groups": 2,
+            "residual_in_fp32": False,
+            "vocab_size": VOCABULARY,
+            **_TOKENS,
+        },
+        ("in_proj",),
+        excluded=_OUT,
+    ),
+    Family(
+        "bamba",
+        "bamba",
+        _of(_LLAMA, **_MAMBA),
+        ("in_proj", "q_proj"),
+        per_layer={"attn_layer_indices": lambda layers: [1]},
+        excluded=_OUT,
+        extra=True,
+    ),
+    Family(
+        "falcon_h1",
+        "falcon_h1",
+        _of(_LLAMA, **_MAMBA, mamba_d_ssm=128, ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3]),
+        ("in_proj", "q_proj"),
+        excluded=_OUT,
+    ),
+    Family(
+        "nemotron_h",
+        "nemotron_h",
+        _of(
+            _LLAMA, head_dim=24, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=24
+        ),
+        ("in_proj", "q_proj"),
+        per_layer={"layers_block_type": _alternate("mamba", "attention", "mlp")},
+        excluded=_OUT,
+    ),
+    Family(
+        "granite4",
+        "granitemoehybrid",
+        _of(_LLAMA, **_MAMBA, num_local_experts=0, shared_intermediate_size=96),
+        ("in_proj", "q_proj"),
+        per_layer=_LINEAR_THEN_FULL,
+        excluded=_OUT,
         extra=True,
     ),
     Family("stablelm", "stablelm", _LLAMA),

@@ -16,24 +16,38 @@ from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Parameter, Value
 from pcg.ir.operators import Gradient, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
-from pcg.kernels.batch import DroppedPart
+from pcg.kernels.batch import DroppedPart, Span
 from pcg.kernels.torch import ops as torch_ops
 
 
 class OneStep:
     """A batch that draws the same numbers whenever it is asked, of two prompts among tokens."""
 
+    @property
+    def spans(self) -> tuple[Span, Span]:
+        return Span(0, 3), Span(3, self.tokens - 3)
+
+    @property
+    def input_ids(self) -> Tensor:
+        return torch.zeros(self.tokens, dtype=torch.int64)
+
+    @property
+    def known(self) -> dict[object, Any]:
+        return {}
+
     @classmethod
     def dropped_parts(cls, key: int) -> list[DroppedPart]:
         return [DroppedPart(0, cls.tokens, 2, 8, torch.Generator().manual_seed(key))]
 
     tokens = 5
+    states = None
     chosen = None
     virtual_rows = torch.tensor([0, 1, 3])
     virtual_places = torch.tensor([0, 1, 0])
 
 
-NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": OneStep()}
+STEP = OneStep()
+NAMESPACE = {"torch": torch, "F": F, "K": torch_ops, "batch": STEP}
 """What an emitted file imports, and the batch that its functions take."""
 
 
@@ -281,6 +295,44 @@ def shape_cases() -> list[Case]:
     return cases
 
 
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    parts = []
+    for span in STEP.spans:
+        padded = F.pad(x[span.tokens].T, (weight.shape[1] - 1, 0))
+        parts.append(F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T)
+    return torch.cat(parts)
+
+
+def recurred(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+    """The definition of a recurrence, token by token."""
+    heads = v.shape[1]
+    q, k = (x.repeat_interleave(heads // k.shape[1], 1) for x in (q, k))
+    decay = decay.view(*decay.shape[:2], -1, 1)
+    outs = []
+    for span in STEP.spans:
+        state = v.new_zeros(heads, k.shape[2], v.shape[2])
+        for t in range(span.start, span.start + span.length):
+            state = decay[t].exp() * state
+            u = v[t]
+            if beta is not None:
+                u = beta[t, :, None] * (u - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + torch.einsum("hk,hv->hkv", k[t], u)
+            outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(outs)
+
+
+def recurrent_cases() -> list[Case]:
+    state: Mapping[str, Attribute] = {"state": 0}
+    q, v, of_heads = x(2, 3), x(4, 5), x(4)
+    return [
+        Case("short_convolution", (x(3), weight(3, 4)), state, convolved),
+        Case("short_convolution", (x(3), weight(3, 2), weight(3)), state, convolved),
+        Case("recurrence", (q, q, v, of_heads), state, recurred),
+        Case("recurrence", (q, q, v, of_heads, of_heads), state, recurred),
+        Case("recurrence", (x(4, 3), x(4, 3), v, x(4, 3), of_heads), state, recurred),
+    ]
+
+
 def concat_cases() -> list[Case]:
     parts = (x(2, 4), x(3, 4, needs=False), x(1, 4), x(3, 4, dtype="f32"))
     return [
@@ -391,6 +443,7 @@ CASES = [
     *shape_cases(),
     *concat_cases(),
     *linear_cases(),
+    *recurrent_cases(),
     *model_cases(),
 ]
 

@@ -38,7 +38,8 @@ def random_model(
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith(".A_log"):  # drawn up to log 16, where nothing is left of earlier tokens
+        if name.endswith((".A_log", ".dt_bias")):
+            # Drawn by torch's generator, where little is left of earlier tokens.
             parameter.data.copy_(noise - 1.0)
         elif parameter.dim() > 1:
             parameter.data.copy_(0.08 * noise)

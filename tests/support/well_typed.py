@@ -514,6 +514,27 @@ def attention(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *inputs, softcap=make.draw(FINITE), **attributes, **flags)
 
 
+def short_convolution(make: Maker, op: str) -> Sequence[str]:
+    x = make.matrix()
+    channels = make.type(x).shape[-1]
+    inputs = [x, make.of("f32", channels, make.draw(SMALL))]
+    if op == "short_convolution" and make.coin():
+        inputs.append(make.of("f32", channels))
+    return make.add(op, *inputs, state=make.draw(st.integers(0, 9)))
+
+
+def recurrence(make: Maker, op: str) -> Sequence[str]:
+    groups, shared, key_size, value_size = make.sizes(4)
+    heads = groups * shared
+    q, v = make.of("f32", TOKENS, groups, key_size), make.of("f32", TOKENS, heads, value_size)
+    of_heads = make.of("f32", TOKENS, heads)
+    decay = make.of("f32", TOKENS, heads, key_size) if make.coin() else of_heads
+    inputs = [q, q, v, decay, *([of_heads] if make.coin() else [])]
+    if op == "recurrence_backward":
+        inputs.insert(0, make.like(v))
+    return make.add(op, *inputs, state=make.draw(st.integers(0, 9)))
+
+
 def experts(make: Maker, op: str) -> Sequence[str]:
     x = make.matrix()
     hidden = make.type(x).shape[-1]
@@ -665,6 +686,8 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("rope", "rope_backward"), rope),
     **dict.fromkeys(("attention", "attention_backward", "window_attention_backward"), attention),
     **dict.fromkeys(("pointwise", "rowwise", "carried_backward"), carried),
+    **dict.fromkeys(("recurrence", "recurrence_backward"), recurrence),
+    **dict.fromkeys(("short_convolution", "short_convolution_backward"), short_convolution),
     **dict.fromkeys(
         (
             *("cross_entropy", "cross_entropy_backward"),

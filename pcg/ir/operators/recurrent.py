@@ -7,6 +7,7 @@ a token window also takes and gives the gradients of states (`pcg.kernels.states
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import sympy
@@ -20,10 +21,11 @@ from pcg.ir.operators.base import (
     Gradient,
     Operator,
     Types,
+    cast_bytes,
     declared,
     widened,
 )
-from pcg.ir.types import TensorType, tensor
+from pcg.ir.types import DTYPE_BYTES, TensorType, tensor
 
 
 class Recurrent(Operator):
@@ -32,10 +34,6 @@ class Recurrent(Operator):
     attributes = declared(state=NATURAL)
     sees_sequences = True
     counts_on_host = True
-
-    def state_type(self, types: Types) -> TensorType:
-        """Return the type of a sequence's state, from the types of the forward's inputs."""
-        raise NotImplementedError
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         return f"K.{self.name}(batch, {attributes['state']}, {', '.join(inputs)})"
@@ -50,7 +48,6 @@ class ShortConvolution(Recurrent):
 
     name = "short_convolution"
     inputs = (2, 3)
-    constant_in = (1, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         x, weight, *bias = types
@@ -61,6 +58,7 @@ class ShortConvolution(Recurrent):
         return (x,)
 
     def state_type(self, types: Types) -> TensorType:
+        """Return the type of a sequence's state, from the types of the inputs."""
         x, weight = types[:2]
         return tensor(x.dtype, int(weight.shape[1]) - 1, int(x.shape[1]))
 
@@ -76,18 +74,28 @@ class ShortConvolution(Recurrent):
         return 2 * outputs[0].elements * inputs[1].shape[1]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The tokens behind their histories, the sum and a summand, in fp32.
-        return 3 * widened(inputs[0]).size_bytes
+        # The tokens behind their histories and the sum, in fp32, and a cast copy.
+        wide = widened(inputs[0])
+        return 2 * wide.size_bytes + cast_bytes(inputs[0], wide.dtype)
 
 
-class ShortConvolutionBackward(ShortConvolution):
+class ShortConvolutionBackward(Recurrent):
     """dx of a short convolution, from dy and the weight."""
 
     name = "short_convolution_backward"
     inputs = (2, 2)
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return Operator.gradient(self, context)
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return _CONVOLUTION.infer(types, attributes)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        return _CONVOLUTION.aligned(types, attributes)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _CONVOLUTION.flops(inputs, outputs, attributes)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _CONVOLUTION.temporaries(inputs, outputs, attributes)
 
 
 class Recurrence(Recurrent):
@@ -117,6 +125,7 @@ class Recurrence(Recurrent):
         return (v,)
 
     def state_type(self, types: Types) -> TensorType:
+        """Return the type of a sequence's state, from the types of the inputs."""
         k, v = types[1:3]
         return tensor(widened(v).dtype, int(v.shape[1]), int(k.shape[2]), int(v.shape[2]))
 
@@ -133,46 +142,97 @@ class Recurrence(Recurrent):
         return 2 * (len(inputs) - 2) * outputs[0].elements * inputs[1].shape[2]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return _CHUNKED * sum(widened(type_).size_bytes for type_ in inputs[:3])
+        # The outputs of the chunks and of the whole; the scores of a chunk and two states, of one
+        # sequence.
+        v = inputs[2]
+        size, width = _chunk(inputs)
+        fixed = 2 * v.shape[1] * size**2 * width + 2 * _state(inputs)
+        elements = 2 * v.elements + _repeated(inputs) + fixed
+        return elements * DTYPE_BYTES[widened(v).dtype] + _casts(inputs)
 
 
-class RecurrenceBackward(Recurrence):
+class RecurrenceBackward(Recurrent):
     """The gradients of a recurrence's inputs, from do and the inputs."""
 
     name = "recurrence_backward"
     inputs = (5, 6)
     suffixes = ("", "dk", "dv", "ddecay", "dbeta")
+    is_product = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if types[0].shape != types[3].shape:
             raise TypeCheckError(f"gradient {types[0]} does not fit {types[3]}")
-        super().infer(types[1:], attributes)
+        _RECURRENCE.infer(types[1:], attributes)
         return types[1:]
 
-    def gradient(self, context: Gradient) -> list[str | None]:
-        return Operator.gradient(self, context)
-
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        ((inputs, outputs),) = super().aligned(types[1:], attributes)
+        ((inputs, outputs),) = _RECURRENCE.aligned(types[1:], attributes)
         yield (*outputs, *inputs), inputs
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 3 * super().flops(inputs[1:], outputs[2:3], attributes)
+        return 3 * _RECURRENCE.flops(inputs[1:], outputs[2:3], attributes)
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 3 * super().temporaries(inputs[1:], outputs[2:3], attributes)
+        # Of each token: what autograd keeps of the chunks, then the gradients.
+        _, k, v, _, *beta = inputs[1:]
+        size, width = _chunk(inputs[1:])
+        keys, values = int(k.shape[2]), int(v.shape[2])
+        scores = 3 * size if width == 1 else (2 * width + 1) * size
+        kept = scores + 4 * keys + 3 * values + keys * values // size
+        if beta:
+            kept += (3 * size if width == 1 else (width + 2) * size) + 2 * keys + 2 * values
+        elements = v.elements / values * kept
+        elements += 2 * _state(inputs[1:]) + _repeated(inputs[1:])
+        return elements * DTYPE_BYTES[widened(v).dtype] + _casts(inputs)
 
 
-_CHUNKED = 4
-"""Copies of q, k and v that the chunked form holds at its peak, measured at 64 tokens a chunk."""
+CHUNK, CHANNEL_CHUNK = 64, 16
+"""Tokens of a chunk; with a decay of each channel, whose pairs of tokens have all channels."""
+
+
+def _chunk(inputs: Types) -> tuple[int, int]:
+    """Return the tokens of a chunk, and the entries of a pair of its tokens and a head."""
+    decay = inputs[3]
+    return (CHUNK, 1) if len(decay.dims) == 2 else (CHANNEL_CHUNK, int(decay.shape[2]))
+
+
+def _state(inputs: Types) -> int:
+    """Return the elements of the state of a sequence."""
+    k, v = inputs[1:3]
+    return int(v.shape[1]) * int(k.shape[2]) * int(v.shape[2])
+
+
+def _repeated(inputs: Types) -> sympy.Expr:
+    """Return the elements of q and k that are repeated for the heads of a group."""
+    k, v = inputs[1:3]
+    is_repeated = k.shape[1] != v.shape[1]
+    return 2 * v.shape[0] * v.shape[1] * k.shape[2] if is_repeated else sympy.Integer(0)
+
+
+def _casts(inputs: Types) -> sympy.Expr:
+    return sum((cast_bytes(x, widened(x).dtype) for x in inputs), sympy.Integer(0))
+
+
+_CONVOLUTION, _RECURRENCE = ShortConvolution(), Recurrence()
+_FORWARD = {entry.name: entry for entry in (_CONVOLUTION, _RECURRENCE)}
+
+
+def numbered_states(graph: Graph) -> Graph:
+    """Number the recurrent states of a layer, in order."""
+    numbers = itertools.count()
+    return graph.replace(
+        nodes=tuple(
+            node.changed(attributes={"state": next(numbers)}) if node.op in _FORWARD else node
+            for node in graph.nodes
+        )
+    )
 
 
 def state_types(block: Graph) -> tuple[TensorType, ...]:
     """Return the type of each state of a sequence in a layer, by number."""
-    entries = {"short_convolution": ShortConvolution(), "recurrence": Recurrence()}
     by_number = {
-        int(node.attribute("state")): entries[node.op].state_type(block.types_of(node)[0])
+        node.attribute("state"): _FORWARD[node.op].state_type(block.types_of(node)[0])
         for node in block.nodes
-        if node.op in entries
+        if node.op in _FORWARD
     }
-    return tuple(by_number[number] for number in sorted(by_number))
+    return tuple(by_number[number] for number in range(len(by_number)))

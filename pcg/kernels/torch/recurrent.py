@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pcg.ir.operators.recurrent import CHANNEL_CHUNK, CHUNK
 from pcg.kernels.batch import ProgramBatch, once
 from pcg.kernels.devices import uploaded, uploaded_list
 
@@ -103,9 +104,7 @@ def _rows(batch: ProgramBatch, size: int) -> _Rows:
         starts = ends - lengths - size
         within = np.arange(size)
         places = np.arange(lengths.sum()) + (np.arange(len(lengths)) + 1).repeat(lengths) * size
-        before, after = (
-            (firsts[:, None] + within).ravel() for firsts in (starts, ends - size)
-        )
+        before, after = ((firsts[:, None] + within).ravel() for firsts in (starts, ends - size))
         device = batch.input_ids.device
         tables = (uploaded(torch.from_numpy(x), device) for x in (places, before, after))
         return _Rows(int(ends[-1]), *tables)
@@ -115,9 +114,6 @@ def _rows(batch: ProgramBatch, size: int) -> _Rows:
 
 # ----------------------------------------------------------------------------------- recurrences
 
-
-CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens of a chunk; with a decay of each channel, whose pairs of tokens have all channels."""
 
 _Index: TypeAlias = slice | Tensor
 

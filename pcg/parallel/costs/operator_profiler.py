@@ -72,7 +72,7 @@ class Case:
 def cases(grid: Grid, dtype: str, adapter_dtype: str) -> Iterator[Case]:
     """Yield all cases of a dtype, with adapters of the same or another dtype."""
     for width in grid.widths:
-        for shape in (_elementwise, _shapes, _norms, _heads, _base_products):
+        for shape in (_elementwise, _shapes, _norms, _heads, _recurrent, _base_products):
             yield from shape(width, dtype)
         yield from _vocabulary(width, grid.vocabulary, dtype)
         yield from _vectors(width, dtype, adapter_dtype)
@@ -181,6 +181,18 @@ def _heads(width: int, dtype: str) -> Iterator[Case]:
         yield Case("attention_backward", (q, q, lse, q, k, k, *rest), attributes)
 
 
+def _recurrent(width: int, dtype: str) -> Iterator[Case]:
+    x, taps, state = _flat(dtype, width), tensor(dtype, width, 4), {"state": 0}
+    yield Case("short_convolution", (x, taps), state)
+    yield Case("short_convolution_backward", (x, taps), state)
+    heads = width // HEAD_SIZE
+    q, of_heads = tensor(dtype, TOKENS, heads, HEAD_SIZE), _flat(dtype, heads)
+    of_channels = tensor(dtype, TOKENS, heads, HEAD_SIZE)
+    for rest in ((of_heads,), (of_heads, of_heads), (of_channels, of_heads)):
+        yield Case("recurrence", (q, q, q, *rest), state)
+        yield Case("recurrence_backward", (q, q, q, q, *rest), state)
+
+
 def _base_products(width: int, dtype: str) -> Iterator[Case]:
     for out, in_ in ((width, width), (4 * width, width), (width, 4 * width)):
         x, weight = _flat(dtype, in_), tensor(dtype, out, in_)
@@ -260,12 +272,15 @@ class _Step:
     virtual: int = 8
     keeps: bool = True
     cached: None = None
+    states: None = None
     chosen: None = None
     parts: None = None
     ranks: Ranks = field(default_factory=_OneOfTwo)
 
     def __post_init__(self) -> None:
         self.spans = (Span(0, self.tokens),)
+        self.known: dict[object, Any] = {}
+        self.input_ids = torch.zeros(self.tokens, dtype=torch.int64, device=self.device)
         self.uniform_length = self.tokens
         rows = torch.arange(min(self.virtual, self.tokens), device=self.device)
         self.virtual_rows, self.virtual_places = rows, rows

@@ -313,7 +313,7 @@ class GraphSeconds:
             (self._open if is_open else self._messages).append(message)
         elif is_free(node.op):
             pass
-        elif entry.sees_sequences:
+        elif "window" in attributes:
             window = int(str(attributes.get("window") or 0))
             self._attention.append((window, _attention(node.op, ins, outs, attributes)))
         elif is_open:

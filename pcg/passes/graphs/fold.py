@@ -13,7 +13,6 @@ kind are equal graphs.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pcg.errors import TraceError, UnsupportedError
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
+from pcg.ir.operators.recurrent import numbered_states
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.graphs.pass_base import Pass, readable_names
 
@@ -123,6 +123,13 @@ class _Folder:
             raise TraceError(
                 f"layers hand on {' or '.join(map(str, counts))} tensors to the next; pcg folds "
                 "models whose layers all hand on as many"
+            )
+        dtypes = [[self.graph.types[name].dtype for name in names] for names in carried[:2]]
+        if len(dtypes[0]) == len(dtypes[1]) and dtypes[0] != dtypes[1]:
+            raise UnsupportedError(
+                f"the first layer of {self.layers_path} takes {', '.join(dtypes[0])} and gives "
+                f"{', '.join(dtypes[1])}, as with residual_in_fp32; pcg folds models whose layers "
+                "have one dtype: use dtype='float32', or residual_in_fp32=False"
             )
         outputs = [*carried[0], *invariants]
         prologue = self._graph("prologue", regions[0], self.graph.inputs, outputs)
@@ -246,7 +253,7 @@ class _Folder:
         names = {old.name: new.name for old, new in zip(graph.parameters, parameters, strict=True)}
         scoped = tuple(
             dataclasses.replace(node, scope=self._relative_scope(node.scope))
-            for node in _with_numbered_states(graph).nodes
+            for node in numbered_states(graph).nodes
         )
         renamed = graph.replace(nodes=scoped).renamed(names).replace(parameters=parameters)
         return _readable(renamed, carried, shared)
@@ -254,19 +261,6 @@ class _Folder:
     def _relative_scope(self, scope: str) -> str:
         match = self._pattern.match(scope)
         return (match[2] or "") if match else scope
-
-
-def _with_numbered_states(graph: Graph) -> Graph:
-    """Number the recurrent states of a layer, in order."""
-    numbers = itertools.count()
-    return graph.replace(
-        nodes=tuple(
-            node.changed(attributes={"state": next(numbers)})
-            if "state" in operator(node.op).attributes
-            else node
-            for node in graph.nodes
-        )
-    )
 
 
 def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:

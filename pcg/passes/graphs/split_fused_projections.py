@@ -18,6 +18,7 @@ from typing import cast
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
+from pcg.ir.operators.recurrent import numbered_states
 from pcg.ir.types import TensorType
 from pcg.passes.graphs.pass_base import GraphPass
 
@@ -28,7 +29,7 @@ class SplitFusedProjections(GraphPass):
     name = "split_fused_projections"
 
     def run(self, before: Graph) -> Graph:
-        return _Splitter(before).run()
+        return numbered_states(_Splitter(before).run())
 
 
 class _Splitter:

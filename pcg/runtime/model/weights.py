@@ -6,7 +6,7 @@ transposed, fused, moved, or joined with others. A checkpoint may use other name
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, in old
   checkpoints that were saved without their head;
 - another word for a part of the name (transformers 5, conversion_mapping.py: "mixtral",
-  "GPTNeoXForCausalLM", "granitemoe", "flint");
+  "GPTNeoXForCausalLM", "granitemoe", "flint"), or Nemotron-H's `backbone.` for the prefix;
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -51,6 +51,7 @@ _OTHER_NAMES = (
     (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
     (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     (".self_attn.sinks", ".self_attn.softmax_offset"),
+    ("model.", "backbone."),
 )
 """Parts of the model's names, and alternatives in checkpoints."""
 _QUANTIZED = (
