@@ -28,6 +28,7 @@ from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.adapter_files import recipes_of
 from pcg.ranks.mesh import MeshSizes
 from pcg.ranks.step_parts import most_rows
+from pcg.runtime.memory.recurrent_states import check_whole_sequences
 from pcg.runtime.training.torch_optimizers import Optimizer
 
 
@@ -102,6 +103,7 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
     passes = pipeline(settings)
     traced = passes.trace.run(to_trace)
     folded = passes.fold.run(traced)
+    check_whole_sequences(folded.model, options.cp)
     reports = {}
     for name, adapters in recipes.items():
         served = TOKENS_OF_BATCH if not adapters else sympy.S.Zero

@@ -49,6 +49,7 @@ from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
 from pcg.ranks.shards import part_bytes
 from pcg.runtime.memory.host_memory import SLACK
+from pcg.runtime.memory.recurrent_states import bytes_of_states
 from pcg.runtime.training.recorded.warm_job import why_not_recorded
 
 
@@ -65,6 +66,10 @@ def build_report(planned: PlannedModel) -> Report:
         notes.append(f"S counts the {virtual} virtual tokens that come before a sequence, too")
     if setup.context is not None:
         notes.append(f"S counts the {setup.options.seq:,} tokens that a rank has of a sequence")
+    if states := bytes_of_states(planned.base):
+        notes.append(
+            f"kv_cache counts {states:,} bytes of recurrent state for each sequence of S tokens"
+        )
     backend = backend_for(setup.device, planned.base)
     if setup.device == "cuda" and backend.name == "torch":
         notes.append(

@@ -34,9 +34,10 @@ from pcg.ir.layouts import layout_of
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.program.saved_memory import SavedMemory, training_transients, transient
 from pcg.ir.shapes import Shapes, elements
-from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES
+from pcg.ir.types import CONTEXT, DTYPE_BYTES, TOKENS, TORCH_NAMES
 from pcg.passes.memory.plan import MemoryPlan
 from pcg.runtime.memory.kv_cache import bytes_of_token
+from pcg.runtime.memory.recurrent_states import bytes_of_states
 from pcg.runtime.training.torch_optimizers import StateMemory
 
 
@@ -94,12 +95,19 @@ def step_memory(
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
         sympy.Integer(planned.copies_bytes + (0 if on_gpu else version_bytes(planned))),
-        bytes_of_token(planned.base) * planned.setup.served_tokens,
+        served_bytes(planned.base, planned.setup.served_tokens),
         activations,
         workspace,
     )
     formulas = dict(zip(KINDS, kinds, strict=True))
     return formulas | {"total": sympy.Add(*kinds)}, moments
+
+
+def served_bytes(model: ModelGraph, tokens: sympy.Expr) -> sympy.Expr:
+    """Return the bytes of the keys, values and recurrent states of sequences of S tokens."""
+    states = bytes_of_states(model)
+    sequences = sympy.ceiling(tokens / CONTEXT) if states else 0
+    return bytes_of_token(model) * tokens + states * sequences
 
 
 def version_bytes(planned: PlannedModel) -> int:

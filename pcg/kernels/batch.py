@@ -367,7 +367,7 @@ class KvGradients:
         )
 
 
-class SequenceStates(Protocol):
+class SequenceStates:
     """The recurrent states of a batch's sequences, by layer and number of the state in the layer.
 
     A state is [n, …] of n sequences, in the order of the spans.
@@ -375,15 +375,19 @@ class SequenceStates(Protocol):
 
     def read(self, layer: int, number: int, into: Tensor) -> None:
         """Write the states before the batch's tokens into zeros; a new sequence's stay zero."""
+        raise NotImplementedError
 
     def write(self, layer: int, number: int, states: Tensor) -> None:
         """Take the states after the batch's tokens."""
+        raise NotImplementedError
 
     def read_gradients(self, layer: int, number: int, into: Tensor) -> None:
         """Write the gradients of the states after a window's tokens into zeros."""
+        raise NotImplementedError
 
     def write_gradients(self, layer: int, number: int, gradients: Tensor) -> None:
         """Take the gradients of the states before a window's tokens."""
+        raise NotImplementedError
 
 
 class ProgramBatch(Protocol):

@@ -24,6 +24,7 @@ from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
 from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
+from pcg.ir.operators.recurrent import state_types
 from pcg.ir.program.program import ModelGraph, computed_site, site_of, sites_of, token_embedding
 from pcg.ir.types import RANK, Size, tensor
 from pcg.peft.method import Bypass, Shape
@@ -117,6 +118,11 @@ def bypasses_of(
         adapted = recipe.bypasses_in(model, model_type)
         for path, bypass in adapted.items():
             site, layer = places[path]
+            if site == EACH_LAYER and any(map(state_types, model.blocks)):
+                raise UnsupportedError(
+                    f"{recipe.method} over layers with recurrent state: it adds keys and values to "
+                    "attention, and these layers have none; use LoRA or prompt tuning"
+                )
             at_sites.setdefault(site, []).append(bypass)
             # A module whose rank was pruned to 0 has no parameters to train.
             if layer is not None and getattr(bypass, "rank", None) != 0:

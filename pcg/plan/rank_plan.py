@@ -26,6 +26,7 @@ from pcg.passes.memory.plan import Frontiers, MemoryPlan
 from pcg.peft.registry import parameter_kind
 from pcg.runtime.adapters.served_bytes import bytes_in_pages
 from pcg.runtime.memory.kv_cache import bytes_of_token
+from pcg.runtime.memory.recurrent_states import bytes_of_states
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,16 @@ class RankPlan:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of a token's keys and values on the rank."""
+        """Bytes of a token's keys and values on the rank.
+
+        Raises:
+            UnsupportedError: the model has recurrent states.
+        """
+        if bytes_of_states(self.planned.base):
+            raise UnsupportedError(
+                "pcg plan counts what requests hold by the token, and this model has recurrent "
+                "states, which a sequence has once; see kv_cache of pcg explain --serve-tokens"
+            )
         return bytes_of_token(self.planned.base)
 
     def memory(self, choice: TrainingChoice | None, served_tokens: int = 0) -> dict[str, int]:
@@ -109,7 +119,7 @@ class RankPlan:
             sizes["served_adapters"] = self._adapters * self._adapter_bytes
         if choice is None:
             sizes |= dict.fromkeys(("adapters", "gradients", "optimizer"), 0)
-        sizes["kv_cache"] = self.kv_bytes * served_tokens
+        sizes["kv_cache"] = self.kv_bytes * served_tokens if served_tokens else 0
         kinds = {kind: sizes[kind] for kind in KINDS}
         return {**kinds, "total": sum(kinds.values())}
 

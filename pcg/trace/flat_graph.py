@@ -47,7 +47,7 @@ class FlatValue:
         sizes = [s for s, tag in zip(self.shape, self.tags, strict=True) if tag == "d"]
         if None in sizes:
             raise TypeCheckError("it has as many features as there are tokens")
-        return (*(() if self.rows == 1 else (self.rows,)), *sizes)  # type: ignore[arg-type]
+        return (*(() if self.rows == 1 else (self.rows,)), *sizes)
 
     def feature_dim(self, dim: int) -> int:
         """Return the index from the end, in the flat value, of a traced dim."""

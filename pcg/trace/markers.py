@@ -337,21 +337,20 @@ def _state_space(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    chunk_size: int = 64,
+    *,
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     **options: Any,
 ) -> torch.Tensor:
     """Mamba-2's scan: the state decays by A dt and takes B (dt x)ᵀ, and C reads it."""
     _check_single("a state space", options)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
-    least, most = dt_limit
+    is_positive = options.get("dt_softplus", False)
+    dt = torch.nn.functional.softplus(dt) if is_positive else dt
+    least, most = options.get("dt_limit", (0.0, float("inf")))
     if most < float("inf"):
         dt = torch.clamp(dt, least, most)
-    elif not (dt_softplus and least == 0.0):  # softplus is positive
+    elif not is_positive or least > 0.0:
         dt = torch.clamp(dt, min=least)
     x, step = hidden_states.float(), dt.float()
     out = torch.ops.pcg.recurrence(

@@ -82,12 +82,6 @@ CAUSES: tuple[Cause, ...] = (
         fields=r'"index_topk(_blocks)?": [1-9]|"attention_type": "block_sparse"|"lsh"',
     ),
     Cause(
-        "recurrent or convolutional state",
-        "pcg compiles models that mix tokens by attention alone",
-        fields=r'"linear_attention"',
-        refusal=r"mixes tokens by aten\.|\d times on \d+ tokens, in a loop",
-    ),
-    Cause(
         "multi-head latent attention",
         "keys and values are expanded from a latent vector that the cache would hold",
         fields=r'"kv_lora_rank": [1-9]',
@@ -113,6 +107,12 @@ CAUSES: tuple[Cause, ...] = (
         "expert routing by corrected scores",
         "experts are chosen by corrected scores and weighted by plain ones",
         refusal=r"aten\.gather\.default in \S*(gate|router)",
+    ),
+    Cause(
+        "another recurrence",
+        "pcg computes short convolutions, gated and Kimi's delta rules, and Mamba-2's state spaces",
+        fields=r'"linear_attention"',
+        refusal=r"mixes tokens by aten\.|\d times on \d+ tokens, in a loop",
     ),
     Cause(
         "attention to later tokens",

@@ -111,7 +111,7 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
             "full_attention": None,
         },
     },
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -124,7 +124,11 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 8,
     },
     "dots3_note_text": {"num_key_value_heads": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
     "hrm_text": {"num_layers_per_stack": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

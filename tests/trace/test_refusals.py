@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     "recurrence": (
         {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
         UnsupportedError,
-        r"mamba: recurrent or convolutional state \(.*; .*0.mixer \(MambaMixer\) runs .* in a loop",
+        r"mamba: another recurrence \(.*; .*0.mixer \(MambaMixer\) runs .* in a loop",
     ),
     "recurrence in some layers": (
         {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},

@@ -35,13 +35,13 @@ class _Rows(NamedTuple):
     """Rows of sequences' tokens, each sequence behind its W - 1 earlier inputs.
 
     Attributes:
-        count: number of rows.
+        size: number of rows.
         tokens: the row of each token, [T].
         before, after: the rows of each sequence's W - 1 earlier inputs, and of its last W - 1
             inputs, [n (W - 1)].
     """
 
-    count: int
+    size: int
     tokens: Tensor
     before: Tensor
     after: Tensor
@@ -54,7 +54,7 @@ def short_convolution(
     size = weight.shape[1] - 1
     rows, spans = _rows(batch, size), len(batch.spans)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    behind = x.new_empty((rows.count, x.shape[1]), dtype=dtype)
+    behind = x.new_empty((rows.size, x.shape[1]), dtype=dtype)
     behind[rows.tokens] = x.to(dtype)
     before = x.new_zeros((spans, size, x.shape[1]))
     if batch.states is not None:
@@ -63,7 +63,7 @@ def short_convolution(
     if batch.states is not None:
         after = behind[rows.after].to(x.dtype)
         batch.states.write(batch.layer, number, after.unflatten(0, (spans, size)))
-    ends = rows.count - size
+    ends = rows.size - size
     taps = weight.to(dtype).t()
     out = behind[:ends] * taps[0]
     for tap in range(1, size + 1):
@@ -81,11 +81,11 @@ def short_convolution_backward(
     size = weight.shape[1] - 1
     rows, spans = _rows(batch, size), len(batch.spans)
     dtype = torch.promote_types(dy.dtype, torch.float32)
-    ends = rows.count - size
+    ends = rows.size - size
     dout = dy.new_zeros((ends, dy.shape[1]), dtype=dtype)
     dout[rows.tokens - size] = dy.to(dtype)
     taps = weight.to(dtype).t()
-    behind = dy.new_zeros((rows.count, dy.shape[1]), dtype=dtype)
+    behind = dy.new_zeros((rows.size, dy.shape[1]), dtype=dtype)
     for tap in range(size + 1):
         behind[tap : tap + ends].addcmul_(dout, taps[tap])
     if batch.states is not None:
@@ -192,7 +192,8 @@ def _states(batch: ProgramBatch, number: int, k: Tensor, v: Tensor) -> Tensor:
 def _part(x: Tensor, group: _Group) -> Tensor:
     """Return the tokens of a group, [n, m, …], in fp32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return x[group.tokens].to(dtype).unflatten(0, (-1, group.length)).detach()
+    part: Tensor = x[group.tokens].to(dtype).unflatten(0, (-1, group.length))
+    return part.detach()
 
 
 def _groups(batch: ProgramBatch) -> Sequence[_Group]:
@@ -250,19 +251,20 @@ def _chunk(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run a chunk of tokens of each sequence: [n, H, C, …]."""
-    of_channels = decay.dim() == 4
+    is_by_channel = decay.dim() == 4
     sums = decay.cumsum(dim=2)
     size = q.shape[2]
     later = torch.ones((size, size), dtype=torch.bool, device=q.device).triu(1)
     pairs = sums.unsqueeze(3) - sums.unsqueeze(2)
-    later = later[..., None] if of_channels else later
+    later = later[..., None] if is_by_channel else later
     pairs = pairs.masked_fill(later, float("-inf")).exp()
-    if not of_channels:
+    if not is_by_channel:
         sums = sums.unsqueeze(-1)
 
     def scores(x: Tensor) -> Tensor:
-        if of_channels:
-            return torch.einsum("nhik,nhjk,nhijk->nhij", x, k, pairs)
+        if is_by_channel:
+            found: Tensor = torch.einsum("nhik,nhjk,nhijk->nhij", x, k, pairs)
+            return found
         return (x @ k.transpose(-1, -2)) * pairs
 
     if beta is not None:

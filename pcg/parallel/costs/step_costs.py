@@ -26,7 +26,6 @@ from typing import NamedTuple, Protocol
 
 from pcg.errors import CostModelError
 from pcg.ir.graph import Attribute, Graph, Node
-from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Types
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import TOKENS, TensorType
@@ -306,7 +305,7 @@ class GraphSeconds:
 
     def _add(self, graph: Graph, node: Node) -> None:
         ins, outs = graph.types_of(node)
-        entry, attributes = operator(node.op), dict(node.attributes)
+        attributes = dict(node.attributes)
         is_open = any(_is_open(type_) for type_ in (*ins, *outs))
         message = message_of(node, ins, outs)
         if message is not None:

@@ -271,7 +271,7 @@ def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) ->
             state.device,
             in_pages=in_pages,
             page_bytes=page_bytes,
-            states=recurrent_types(model),
+            states=recurrent_types(state.stage.own(model)),
             slots=limits.running,
         )
         adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()

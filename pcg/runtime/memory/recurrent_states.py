@@ -19,6 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from pcg.errors import UnsupportedError
 from pcg.ir.operators.recurrent import state_types
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
@@ -40,6 +41,15 @@ def bytes_of_states(model: ModelGraph) -> int:
     """Return the bytes of a sequence's recurrent states in all layers."""
     types = (type_ for layer in recurrent_types(model) for type_ in layer)
     return sum(prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)
+
+
+def check_whole_sequences(model: ModelGraph, cp: int) -> None:
+    """Refuse ranks that share the tokens of sequences, if the model has recurrent states."""
+    if cp > 1 and bytes_of_states(model):
+        raise UnsupportedError(
+            f"cp={cp}: ranks would share the tokens of sequences, and layers with recurrent state "
+            "take them one after the other; use cp=1, with tp, pp or dp"
+        )
 
 
 class RecurrentStates:

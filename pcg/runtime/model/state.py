@@ -61,6 +61,7 @@ from pcg.runtime.adapters.sites import model_sources, served_sources, trained_so
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.memory.host_memory import bound_shape_caches
+from pcg.runtime.memory.recurrent_states import check_whole_sequences
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.sampling.grammars import Grammars
@@ -224,6 +225,7 @@ class ModelState:
         device: torch.device,
         mesh: RankMesh = SINGLE_MESH,
     ) -> None:
+        check_whole_sequences(program.base, mesh.sizes.cp)
         bound_shape_caches()
         self.free_before = own_memory(device)
         self.program = program

@@ -261,10 +261,10 @@ class TrainingPass(WindowedPass):
         batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
         batch.dropout_seed = self._dropout_seed
         if self._cache is not None:
-            before = self._boundary
+            boundary = self._boundary
             continues = end < self.tokens and self._sequences.context(end)
             self._boundary = Boundary() if continues else None
-            batch.states = WindowStates(before, self._boundary, self.trains)
+            batch.states = WindowStates(boundary, self._boundary, self.trains)
         window = Window(batch, torch.tensor(targets), end)
         if self._graphs is not None:
             before = len(self._windows) if self.trains else 0
