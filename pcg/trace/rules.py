@@ -166,6 +166,9 @@ def slice_(flat: FlatGraph, node: Node) -> FlatValue:
     start, stop, step = argument(node, 2, 0), argument(node, 3), argument(node, 4, 1)
     size = x.shape[dim]
     is_end = stop is None or (isinstance(stop, int) and stop >= 2**62)
+    if size is None and isinstance(start, Node):  # x[-T:] of T tokens
+        tokens = node.args[0].meta["val"].shape[dim]  # type: ignore[union-attr]
+        start = 0 if start.meta["val"].node.expr == -tokens.node.expr else start
     if start in (0, None) and step == 1 and is_end:
         return x
     if size is None or x.tags[dim] != "d":

@@ -41,7 +41,7 @@ from tests.support.threads import run_mesh
 
 FAMILIES = (
     "lfm2", "lfm2-biases", "qwen3.5", "qwen3_next", "mamba2", "bamba", "falcon_h1", "nemotron_h",
-    "granite4",
+    "granite4", "kimi_linear-delta",
 )  # fmt: skip
 DEFAULT = ("lfm2", "qwen3.5", "falcon_h1", "mamba2")
 NEW = 24

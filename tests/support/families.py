@@ -237,6 +237,17 @@ FAMILIES: tuple[Family, ...] = (
         linear=("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
     ),
     Family(
+        "kimi_linear-delta",
+        "kimi_linear",
+        _of(_LLAMA, linear_num_heads=4, linear_head_dim=16),
+        ("q_proj", "f_a_proj", "g_b_proj"),
+        per_layer={
+            "layer_types": _alternate("linear_attention"),
+            "mlp_layer_types": _alternate("dense"),
+        },
+        extra=True,
+    ),
+    Family(
         "mamba2",
         "mamba2",
         {

@@ -120,7 +120,7 @@ class Weights(ABC):
         if stored_name is not None:
             self._check(name, stored_name, shape[::-1] if transposed else _stored(shape))
             stored = ranges[::-1] if transposed and ranges else ranges
-            if len(shape) == _OF_GATE_AND_UP:
+            if _is_gate_and_up(shape):
                 tensor = self._gate_and_up(stored_name, shape, ranges)
             else:
                 tensor = self._take(stored_name, stored)
@@ -477,8 +477,13 @@ def _machine() -> str:
         return platform.node()
 
 
+def _is_gate_and_up(shape: Shape) -> bool:
+    """Return whether a parameter is experts' gate and up projections, [experts, 2, f, h]."""
+    return len(shape) == _OF_GATE_AND_UP and shape[1] == len(("gate", "up"))
+
+
 def _stored(shape: Shape) -> Shape:
-    if len(shape) == _OF_GATE_AND_UP:
+    if _is_gate_and_up(shape):
         return shape[0], shape[1] * shape[2], shape[3]
     return shape
 
