@@ -33,7 +33,7 @@ from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.runtime.training.runner import training_runner
 from tests.peft.test_fp64 import in_windows
 from tests.support import oracle
-from tests.support.families import BY_NAME
+from tests.support.families import BY_NAME, KIMI_DELTA
 from tests.support.parameters import mostly_slow
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.ranked import make_executor, make_program
@@ -41,7 +41,7 @@ from tests.support.threads import run_mesh
 
 FAMILIES = (
     "lfm2", "lfm2-biases", "qwen3.5", "qwen3_next", "mamba2", "bamba", "falcon_h1", "nemotron_h",
-    "granite4", "kimi_linear-delta",
+    "granite4",
 )  # fmt: skip
 DEFAULT = ("lfm2", "qwen3.5", "falcon_h1", "mamba2")
 NEW = 24
@@ -61,7 +61,7 @@ class Case:
 @cache
 def case_of(name: str) -> Case:
     """A family with four adapters, of other ranks and targets."""
-    family = BY_NAME[name]
+    family = KIMI_DELTA if name == KIMI_DELTA.name else BY_NAME[name]
     changes = {} if name == "mamba2" else {"max_position_embeddings": POSITIONS}
     base = oracle.random_model(family.config(3, **changes))
     targets = {"all": family.linear, "few": family.usual_targets}
@@ -89,7 +89,7 @@ def case_of(name: str) -> Case:
 EVERY = pytest.mark.parametrize("name", mostly_slow(FAMILIES, *DEFAULT))
 
 
-@EVERY
+@pytest.mark.parametrize("name", mostly_slow((*FAMILIES, KIMI_DELTA.name), *DEFAULT))
 @pytest.mark.parametrize("adapter", ["all-4", "few-3"])
 def test_gradients_of_windows(name: str, adapter: str) -> None:
     case, sequences = case_of(name), prompts((150, 40, 1, 97, 65))
@@ -108,6 +108,17 @@ def test_gradients_of_windows(name: str, adapter: str) -> None:
         for path, parameter in runner.parameters.items():
             error = (parameter.grad - expected[path]).norm() / expected[path].norm()
             assert error < TOLERANCE, (path, sizes)
+
+
+def test_logits_of_kimis_delta_layers() -> None:
+    case = case_of(KIMI_DELTA.name)
+    names = [None, *case.wrapped]
+    sequences = prompts((150, 40, 1, 97, 65))
+    for logits, sequence, name in zip(
+        case.executor.logits(sequences, names), sequences, names, strict=True
+    ):
+        expected = oracle.logits(case.model(name), sequence)
+        assert oracle.relative_error(logits, expected) < TOLERANCE
 
 
 def engine_of(executor: Executor, pages: int, limits: Limits) -> Engine:

@@ -237,17 +237,6 @@ FAMILIES: tuple[Family, ...] = (
         linear=("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
     ),
     Family(
-        "kimi_linear-delta",
-        "kimi_linear",
-        _of(_LLAMA, linear_num_heads=4, linear_head_dim=16),
-        ("q_proj", "f_a_proj", "g_b_proj"),
-        per_layer={
-            "layer_types": _alternate("linear_attention"),
-            "mlp_layer_types": _alternate("dense"),
-        },
-        extra=True,
-    ),
-    Family(
         "mamba2",
         "mamba2",
         {
@@ -302,5 +291,17 @@ FAMILIES: tuple[Family, ...] = (
     Family("stablelm-parallel", "stablelm", _of(_LLAMA, use_parallel_residual=True), extra=True),
     Family("stablelm-qk_norm", "stablelm", _of(_LLAMA, qk_layernorm=True, use_qkv_bias=True)),
 )
+
+KIMI_DELTA = Family(
+    "kimi_linear-delta",
+    "kimi_linear",
+    _of(_LLAMA, linear_num_heads=4, linear_head_dim=16),
+    ("q_proj", "f_a_proj", "g_b_proj"),
+    per_layer={
+        "layer_types": _alternate("linear_attention"),
+        "mlp_layer_types": _alternate("dense"),
+    },
+)
+"""Kimi's delta layers alone, of which transformers generates nothing."""
 
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
