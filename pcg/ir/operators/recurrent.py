@@ -2,7 +2,7 @@
 
 A state is no value of the graph. The batch has the states before its tokens, and takes the states
 after them, by the attribute `state`, which numbers the states of a layer. In training, the batch of
-a token window also takes and gives the gradients of states (`pcg.kernels.states`).
+a token window also takes and gives the gradients of states (`pcg.kernels.batch`).
 """
 
 from __future__ import annotations
