@@ -217,10 +217,17 @@ class LoraRows:
 
 
 class BlockTable(Protocol):
-    """The pages of a sequence in the KV cache; `replaced` counts replacements of pages."""
+    """The pages of a sequence in the KV cache; `replaced` counts replacements of pages.
+
+    Attributes:
+        slot: the slot of the sequence's recurrent states; -1 without any.
+        snapshots: numbers of tokens after which the step keeps the states, and their slots.
+    """
 
     pages: list[int]
     replaced: int
+    slot: int
+    snapshots: Sequence[tuple[int, int]]
 
     @property
     def run_row(self) -> int:
@@ -367,11 +374,24 @@ class KvGradients:
         )
 
 
+class Snapshot(NamedTuple):
+    """States to keep within a batch: of a span, after so many of its tokens, in a slot."""
+
+    span: int
+    tokens: int
+    slot: int
+
+
 class SequenceStates:
     """The recurrent states of a batch's sequences, by layer and number of the state in the layer.
 
     A state is [n, …] of n sequences, in the order of the spans.
+
+    Attributes:
+        snapshots: states to keep, in order.
     """
+
+    snapshots: Sequence[Snapshot] = ()
 
     def read(self, layer: int, number: int, into: Tensor) -> None:
         """Write the states before the batch's tokens into zeros; a new sequence's stay zero."""
@@ -379,6 +399,10 @@ class SequenceStates:
 
     def write(self, layer: int, number: int, states: Tensor) -> None:
         """Take the states after the batch's tokens."""
+        raise NotImplementedError
+
+    def keep(self, layer: int, number: int, slot: int, state: Tensor) -> None:
+        """Take the state of a snapshot, [1, …]."""
         raise NotImplementedError
 
     def read_gradients(self, layer: int, number: int, into: Tensor) -> None:

@@ -131,7 +131,12 @@ def check_requests(case: Case, count: int, seed: int) -> set[Kind]:
     draw = Random(seed)
     executor = case.executor
     names = [None, *case.wrapped]
-    kinds = [(prompt, draw.choice(names)) for prompt in prompts((13, 70, 1, 33, 20, 5, 90, 64))]
+    own = prompts((13, 70, 1, 33, 20, 5, 90, 64))
+    own += [
+        own[-2][:cut] + tail for cut, tail in zip((66, 70, 80), prompts((3, 40, 9)), strict=True)
+    ]
+    kinds = [(prompt, draw.choice(names[:2])) for prompt in own]
+    kinds += [(prompt, draw.choice(names)) for prompt in own]
     asked = [draw.choice(kinds) for _ in range(count)]
     expected = {
         (tuple(prompt), name): oracle.greedy(case.model(name), prompt, NEW)
@@ -139,10 +144,10 @@ def check_requests(case: Case, count: int, seed: int) -> set[Kind]:
     }
     page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
     sizes = [executor.serving.tables.pages_of(a, page_bytes) for a in executor.adapters.values()]
-    pages = pages_for(90 + NEW) + max(sizes) + 4
+    pages = pages_for(110 + NEW) + max(sizes) + 4
     engine = engine_of(executor, pages, Limits(running=5, tokens=48, least_chunk=3))
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    left, sent, done = list(asked), 0, 0
+    left, sent, done, found = list(asked), 0, 0, 0
     while left or not engine.is_idle:
         while left and draw.random() < 0.7:
             prompt, name = left.pop(0)
@@ -153,9 +158,10 @@ def check_requests(case: Case, count: int, seed: int) -> set[Kind]:
             if chunk.completion is not None:
                 prompt, name = asked[chunk.index]
                 assert list(chunk.completion.token_ids) == expected[tuple(prompt), name]
-                done += 1
+                done, found = done + 1, found + chunk.completion.cached_tokens
         engine.check_integrity()
     assert sent == done == count
+    assert found >= 64
     return {event.kind for event in engine.log}
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pcg.ir.operators.recurrent import CHANNEL_CHUNK, CHUNK
-from pcg.kernels.batch import ProgramBatch, once
+from pcg.kernels.batch import ProgramBatch, SequenceStates, once
 from pcg.kernels.devices import uploaded, uploaded_list
 
 # ---------------------------------------------------------------------------------- convolutions
@@ -36,12 +36,14 @@ class _Rows(NamedTuple):
 
     Attributes:
         size: number of rows.
+        starts: the first row of each sequence.
         tokens: the row of each token, [T].
         before, after: the rows of each sequence's W - 1 earlier inputs, and of its last W - 1
             inputs, [n (W - 1)].
     """
 
     size: int
+    starts: Sequence[int]
     tokens: Tensor
     before: Tensor
     after: Tensor
@@ -63,6 +65,10 @@ def short_convolution(
     if batch.states is not None:
         after = behind[rows.after].to(x.dtype)
         batch.states.write(batch.layer, number, after.unflatten(0, (spans, size)))
+        for span, tokens, slot in batch.states.snapshots:
+            first = rows.starts[span] + tokens
+            state = behind[first : first + size].to(x.dtype)
+            batch.states.keep(batch.layer, number, slot, state.unsqueeze(0))
     ends = rows.size - size
     taps = weight.to(dtype).t()
     out = behind[:ends] * taps[0]
@@ -107,7 +113,7 @@ def _rows(batch: ProgramBatch, size: int) -> _Rows:
         before, after = ((firsts[:, None] + within).ravel() for firsts in (starts, ends - size))
         device = batch.input_ids.device
         tables = (uploaded(torch.from_numpy(x), device) for x in (places, before, after))
-        return _Rows(int(ends[-1]), *tables)
+        return _Rows(int(ends[-1]), starts.tolist(), *tables)
 
     return once(batch.known, ("rows behind histories", size), make)
 
@@ -151,8 +157,28 @@ def recurrence(
         out[group.tokens] = o.flatten(0, 1).to(out.dtype)
         states[group.sequences] = after
     if batch.states is not None:
+        for index, kept in _snapshots(batch.states).items():
+            state = states[index : index + 1]
+            place = end = batch.spans[index].start
+            for tokens, slot in (*kept, (batch.spans[index].length, None)):
+                place, end = end, batch.spans[index].start + tokens
+                if place < end:
+                    group = _Group(end - place, slice(index, index + 1), slice(place, end))
+                    o, state = _scan([_part(x, group) for x in inputs], state)
+                    out[place:end] = o[0].to(out.dtype)
+                if slot is not None:
+                    batch.states.keep(batch.layer, number, slot, state)
+            states[index] = state[0]
         batch.states.write(batch.layer, number, states)
     return out
+
+
+def _snapshots(states: SequenceStates) -> dict[int, list[tuple[int, int]]]:
+    """Return tokens and slots of the snapshots of each span that has any."""
+    by_span: dict[int, list[tuple[int, int]]] = {}
+    for span, tokens, slot in states.snapshots:
+        by_span.setdefault(span, []).append((tokens, slot))
+    return by_span
 
 
 def recurrence_backward(
@@ -197,11 +223,15 @@ def _part(x: Tensor, group: _Group) -> Tensor:
 
 
 def _groups(batch: ProgramBatch) -> Sequence[_Group]:
+    """Return the sequences by their numbers of tokens, but those with snapshots."""
+
     def make() -> list[_Group]:
         by_length: dict[int, list[int]] = {}
+        apart = {} if batch.states is None else _snapshots(batch.states)
         for index, span in enumerate(batch.spans):
-            by_length.setdefault(span.length, []).append(index)
-        if len(by_length) == 1:
+            if index not in apart:
+                by_length.setdefault(span.length, []).append(index)
+        if len(by_length) == 1 and not apart:
             return [_Group(next(iter(by_length)), slice(None), slice(None))]
         device = batch.input_ids.device
         groups = []

@@ -30,7 +30,7 @@ from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.engine.scheduling.scheduler import Scheduler
 from pcg.runtime.memory.kv_cache import KvCache, page_bytes_of, stage_kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.memory.recurrent_states import recurrent_types
+from pcg.runtime.memory.recurrent_states import recurrent_types, snapshots_of
 from pcg.runtime.metrics.events import EventLog, Kind
 from pcg.runtime.model.state import ModelState, ServingProgram
 from pcg.runtime.requests.plain import option_facts, request_facts
@@ -80,8 +80,10 @@ class Engine(EngineLoop):
         cache = runner.cache
         state.add_listener(self)
         prefixes = None
-        if arguments.prefix_caching and cache.states is None:
-            prefixes = Prefixes(cache.pool, between_tenants=arguments.prefixes_between_tenants)
+        if arguments.prefix_caching:
+            slots = range(cache.pool.slots, cache.pool.slots + cache.snapshots)
+            tenants = arguments.prefixes_between_tenants
+            prefixes = Prefixes(cache.pool, between_tenants=tenants, snapshots=slots)
         queue = arguments.queue or QueueLimits()
         scheduler = Scheduler(cache.pool, adapters, limits, arguments.policy, prefixes, queue)
         super().__init__(runner, scheduler, MachineClock(state.mesh.alike), arguments)
@@ -273,6 +275,7 @@ def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) ->
             page_bytes=page_bytes,
             states=recurrent_types(state.stage.own(model)),
             slots=limits.running,
+            snapshots=snapshots_of(limits.running),
         )
         adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()
         runner = StepRunner(state, cache, adapters, limits)

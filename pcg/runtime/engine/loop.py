@@ -362,7 +362,7 @@ class EngineLoop:
             number = readings.begin() if is_ahead else readings.begun
         due_s = begins_s + work.ahead_s()
         running = Running(plan, work, launched, suspect, jobs, started_s, due_s, number)
-        self.scheduler.policy.served(plan.chunks)
+        self.scheduler.launched(plan)
         if self.meanwhile is not None and self.device.side is not None:
             self.meanwhile()
         return running

@@ -63,6 +63,7 @@ class KvCache:
         keys, values: tensors of each layer, [kv_heads, rows, head_dim]; with `pages` [pages,
             kv_heads, PAGE_TOKENS, head_dim].
         states: the recurrent states of sequences; None if no layer has any.
+        snapshots: the number of slots behind those of sequences.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class KvCache:
         page_bytes: int | None = None,
         states: LayerStates = (),
         slots: int = 0,
+        snapshots: int = 0,
     ) -> None:
         """Create a cache of free pages.
 
@@ -84,10 +86,15 @@ class KvCache:
             page_bytes: the bytes of such a page; by default computed from the types.
             states: the types of each layer's recurrent states.
             slots: the number of sequences with recurrent states.
+            snapshots: the number of further states, for prefixes.
         """
         has_states = any(states)
         self.pool = PagePool(pages, slots if has_states else 0)
-        self.states = RecurrentStates(states, slots, device) if has_states else None
+        self.states: RecurrentStates | None = None
+        self.snapshots = 0
+        if has_states:
+            self.states = RecurrentStates(states, slots + snapshots, device)
+            self.snapshots = snapshots
         self.pages: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

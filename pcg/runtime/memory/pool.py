@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -113,6 +113,7 @@ class PageTable:
         run_row: the cache row of the first token if the pages are a run, else -1.
         stop_row: the row after a run and its spare pages.
         slot: the slot of a sequence's recurrent states; -1 for none.
+        snapshots: numbers of tokens after which the next step keeps the states, and their slots.
     """
 
     owner: str
@@ -124,6 +125,7 @@ class PageTable:
     run_row: int = 0
     stop_row: int = 0
     slot: int = -1
+    snapshots: Sequence[tuple[int, int]] = ()
     _breaks: int = 0
 
     def place(self) -> None:

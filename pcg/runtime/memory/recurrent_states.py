@@ -23,7 +23,7 @@ from pcg.errors import UnsupportedError
 from pcg.ir.operators.recurrent import state_types
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
-from pcg.kernels.batch import SequenceStates, Span
+from pcg.kernels.batch import SequenceStates, Snapshot, Span
 from pcg.kernels.devices import uploaded_list
 from pcg.runtime.memory.host_memory import untouched
 
@@ -41,6 +41,11 @@ def bytes_of_states(model: ModelGraph) -> int:
     """Return the bytes of a sequence's recurrent states in all layers."""
     types = (type_ for layer in recurrent_types(model) for type_ in layer)
     return sum(prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)
+
+
+def snapshots_of(running: int) -> int:
+    """Return the number of snapshots of prefixes beside the states of running sequences."""
+    return max(running // 4, 1)
 
 
 def check_whole_sequences(model: ModelGraph, cp: int) -> None:
@@ -77,11 +82,19 @@ class RecurrentStates:
             for store in layer:
                 store[to] = store[slot]
 
-    def of(self, spans: Sequence[Span], slots: Sequence[int], device: torch.device) -> SlotStates:
-        """Return the states of a batch's sequences, which have these slots."""
+    def of(self, spans: Sequence[Span], device: torch.device) -> SlotStates:
+        """Return the states of a batch's sequences, by the slots of their tables."""
+        tables = [span.table for span in spans]
         new = [index for index, span in enumerate(spans) if not span.context]
+        slots = [-1 if table is None else table.slot for table in tables]
         places, first = (uploaded_list(x, torch.int64, device) for x in (slots, new))
-        return SlotStates(self.stores, places, first if new else None)
+        snapshots = [
+            Snapshot(index, place - span.context, slot)
+            for index, (span, table) in enumerate(zip(spans, tables, strict=True))
+            for place, slot in (() if table is None else table.snapshots)
+            if 0 < place - span.context <= span.length
+        ]
+        return SlotStates(self.stores, places, first if new else None, snapshots)
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,7 @@ class SlotStates(SequenceStates):
     stores: Sequence[Sequence[Tensor]]
     slots: Tensor
     new: Tensor | None
+    snapshots: Sequence[Snapshot] = ()
 
     def read(self, layer: int, number: int, into: Tensor) -> None:
         torch.index_select(self.stores[layer][number], 0, self.slots, out=into)
@@ -104,6 +118,9 @@ class SlotStates(SequenceStates):
 
     def write(self, layer: int, number: int, states: Tensor) -> None:
         self.stores[layer][number].index_copy_(0, self.slots, states)
+
+    def keep(self, layer: int, number: int, slot: int, state: Tensor) -> None:
+        self.stores[layer][number][slot] = state[0]
 
 
 @dataclass(eq=False)

@@ -267,8 +267,7 @@ class Batch(ProgramBatch):
             self._first_rows = _column([table.run_row for table in tables])
             self.rows = self._on_device(self._cache_rows(positions))
             if cache.states is not None and not keeps:
-                slots = [table.slot for table in tables]
-                self.states = cache.states.of(self.spans, slots, input_ids.device)
+                self.states = cache.states.of(self.spans, input_ids.device)
         self.virtual_rows: Tensor | None = None
         self.virtual_places: Tensor | None = None
         if any(virtual):

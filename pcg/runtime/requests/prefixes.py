@@ -26,13 +26,22 @@ from weakref import WeakKeyDictionary
 from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.runtime.memory.pool import PagePool
 from pcg.runtime.requests.sequence import Sequence, Version
+from pcg.runtime.requests.snapshots import Snapshots
 
 
 class Prefixes:
     """An index of the shared blocks in a pool."""
 
-    def __init__(self, pool: PagePool, *, between_tenants: bool = False) -> None:
+    def __init__(
+        self, pool: PagePool, *, between_tenants: bool = False, snapshots: range = range(0)
+    ) -> None:
+        """Create an empty index.
+
+        Args:
+            snapshots: slots of recurrent states; empty for a model without any.
+        """
         self._pool = pool
+        self.snapshots = Snapshots(snapshots) if snapshots else None
         self._between_tenants = between_tenants
         pool.shared.on_reclaim = self._reclaimed
         self._base = Version()
@@ -48,6 +57,9 @@ class Prefixes:
         The last token, and all tokens with rows to read, remain to be computed. A sequence without
         a table gets a table with the first block.
         """
+        if self.snapshots is not None:
+            self._find_states(sequence, self.snapshots)
+            return
         table, place = sequence.table, 0
         if table is None:
             sequence.blocks.version = self._version(sequence.request.adapter)
@@ -68,6 +80,27 @@ class Prefixes:
             place += 1
             sequence.cached = place * PAGE_TOKENS
 
+    def _find_states(self, sequence: Sequence, snapshots: Snapshots) -> None:
+        """Start a sequence from the longest of its prefixes that has a snapshot."""
+        blocks = sequence.blocks
+        if sequence.table is not None:
+            return  # its state goes on
+        version = blocks.version = self._version(sequence.request.adapter)
+        blocks.restored, place, first = -1, 0, 0
+        most = sequence.skippable // PAGE_TOKENS
+        while place < most and (digest := self._digest(sequence, place)) in version.pages:
+            place += 1
+            if digest in version.states:
+                first, blocks.restored = place, version.states[digest]
+        blocks.common = place * PAGE_TOKENS
+        if not first:
+            return
+        table = sequence.table = self._pool.open(sequence.id)
+        for digest in blocks.digests[:first]:
+            self._pool.adopt(table, version.pages[digest])
+        snapshots.use(blocks.restored)
+        sequence.cached = first * PAGE_TOKENS
+
     def keep(self, sequence: Sequence, tokens: int) -> None:
         """Index the blocks that a sequence fills with its next tokens, for other sequences."""
         end, blocks, table = sequence.cached + tokens, sequence.blocks, sequence.table
@@ -77,6 +110,8 @@ class Prefixes:
             blocks.found += max(min(sequence.cached, sequence.request.length) - start, 0)
             blocks.known = max(blocks.known, end)
         end = min(end, sequence.length - sequence.ahead)
+        if self.snapshots is not None:
+            self.snapshots.plan(sequence, end, lambda block: self._digest(sequence, block))
         if table is not None and (table.shared + 1) * PAGE_TOKENS <= end:
             self._share(sequence, end)
 
@@ -93,6 +128,8 @@ class Prefixes:
         """Drop all blocks, after the pool has stopped sharing pages."""
         for version in (self._base, *self._versions.values()):
             version.is_current = False
+        if self.snapshots is not None:
+            self.snapshots.reset()
         self._blocks.clear()
         self._versions.clear()
         self._base = Version()
@@ -100,6 +137,8 @@ class Prefixes:
     def check_integrity(self) -> None:
         """Raise an AssertionError if a block is missing in its version, or its page not shared."""
         shared = set(self._pool.shared)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         for page, (version, digest) in self._blocks.items():
             assert version.is_current
             assert version.pages[digest] == page
@@ -147,6 +186,8 @@ class Prefixes:
 
     def _drop(self, version: Version) -> None:
         version.is_current = False
+        if self.snapshots is not None:
+            self.snapshots.drop(version)
         for page in version.pages.values():
             del self._blocks[page]
             self._pool.forget(page)

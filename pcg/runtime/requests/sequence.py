@@ -33,9 +33,14 @@ class State(StrEnum):
 
 @dataclass(eq=False)
 class Version:
-    """The blocks of a version of an adapter, or of the base: pages by digest."""
+    """The blocks of a version of an adapter, or of the base: pages by digest.
+
+    Attributes:
+        states: slots of the recurrent states after a block, by the block's digest.
+    """
 
     pages: dict[bytes, int] = field(default_factory=dict)
+    states: dict[bytes, int] = field(default_factory=dict)
     is_current: bool = True
 
 
@@ -48,12 +53,16 @@ class SequenceBlocks:
         digests: the digests of the first blocks, as far as known.
         known: number of the prompt's tokens that were computed or found.
         found: number of the prompt's tokens that were found and not computed.
+        common: number of the prompt's tokens in blocks that were there, with recurrent states.
+        restored: the slot of the recurrent states to go on from; -1 for none.
     """
 
     version: Version | None = None
     digests: list[bytes] = field(default_factory=list)
     known: int = 0
     found: int = 0
+    common: int = 0
+    restored: int = -1
 
     def copy(self) -> SequenceBlocks:
         return SequenceBlocks(self.version, self.digests.copy(), self.known, self.found)

@@ -30,7 +30,7 @@ from pcg.kernels.devices import device_memory, is_out_of_memory
 from pcg.kernels.triton.step_rooms import MOST_ROOMS
 from pcg.ranks.group import Ranks
 from pcg.runtime.admission.limits import Limits
-from pcg.runtime.memory.recurrent_states import bytes_of_states
+from pcg.runtime.memory.recurrent_states import bytes_of_states, snapshots_of
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.recorded.warm_job import WarmJob
 from pcg.runtime.training.warm_jobs import windows_bytes
@@ -103,7 +103,8 @@ class DeviceParts:
             graphs = step + logits + MOST_ROOMS * GRAPH_BYTES
             windows = 0 if jobs is None else windows_bytes(state, jobs)
         used = max(0, state.free_before - free)
-        states = limits.running * bytes_of_states(base)
+        slots = limits.running + snapshots_of(limits.running)
+        states = slots * bytes_of_states(base)
         measured = (state.free_before, used, step, graphs, windows, states)
         return cls(state.device, share, total, *measured, is_warm=jobs is not None)
 

@@ -361,6 +361,12 @@ class Scheduler:
         is_heavy = self._bound is not None and self._bound.applies(sequence)
         return is_heavy, sequence.request.priority
 
+    def launched(self, plan: Plan) -> None:
+        """Note that a plan's step was launched."""
+        self.policy.served(plan.chunks)
+        if self.prefixes is not None and self.prefixes.snapshots is not None:
+            self.prefixes.snapshots.launched()
+
     def plan_alone(self, sequence: Sequence, now_s: float) -> Plan:
         """Plan a step of a single sequence; the plan is empty without room."""
         plan, self._bound = Plan(), None
@@ -504,7 +510,11 @@ class Scheduler:
                     continue  # requests of other tenants may still start
                 self._blocked = sequence if tokens else None
                 return False
-            reach = max(reach, _table(sequence).reach)
+            table = _table(sequence)
+            reach = max(reach, table.reach)
+            if sequence.blocks.restored >= 0:
+                self._device.copy_states(sequence.blocks.restored, table.slot)
+                sequence.blocks.restored = -1
             self._begin(sequence, now_s)
             plan.admitted.append(sequence)
             self._run(plan, sequence, tokens)
