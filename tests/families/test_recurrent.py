@@ -26,7 +26,7 @@ from pcg.runtime.engine.engine import Engine
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.memory.pool import pages_for
-from pcg.runtime.memory.recurrent_states import bytes_of_states, recurrent_types
+from pcg.runtime.memory.recurrent_states import bytes_of_states, recurrent_types, snapshots_of
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ from tests.support.families import BY_NAME, KIMI_DELTA
 from tests.support.parameters import mostly_slow
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.ranked import make_executor, make_program
+from tests.support.small_engine import run
 from tests.support.threads import run_mesh
 
 FAMILIES = (
@@ -189,6 +190,27 @@ def test_several_continuations_of_a_prompt(name: str) -> None:
 
 
 @EVERY
+def test_prompts_go_on_from_snapshots(name: str) -> None:
+    """The second prompt leaves a snapshot where its prefix ends; a changed adapter drops it."""
+    case = case_of(name)
+    executor = case.executor
+    engine = engine_of(executor, 96, Limits(running=16, tokens=150))
+    head, *tails = prompts((70, 130, 125, 119, 100))
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    found = []
+    for number, tail in enumerate(tails):
+        if number == len(tails) - 1:
+            executor.refresh_adapter("few-3")
+        engine.submit(Request((*head, *tail), params, executor.adapters["few-3"]))
+        chunks = run(engine)
+        completion = chunks[-1].completion
+        assert completion is not None
+        assert list(completion.token_ids) == oracle.greedy(case.model("few-3"), [*head, *tail], NEW)
+        found.append(completion.cached_tokens)
+    assert found == [0, 0, 64, 0]
+
+
+@EVERY
 def test_memory_of_a_sequence(name: str) -> None:
     """Slots have the bytes of the formula, which explain counts for each sequence."""
     config = BY_NAME[name].config(3)
@@ -198,7 +220,8 @@ def test_memory_of_a_sequence(name: str) -> None:
     assert states is not None
     types = [type_ for layer in recurrent_types(executor.program.base) for type_ in layer]
     formula = sum(prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)
-    assert states.size_bytes == 7 * formula == 7 * bytes_of_states(executor.program.base)
+    assert formula == bytes_of_states(executor.program.base)
+    assert states.size_bytes == (7 + snapshots_of(7)) * formula
     sizes = [
         pcg.explain(config, None, dtype="float32", batch=batch, seq=32).memory_bytes["kv_cache"]
         for batch in (1, 3)

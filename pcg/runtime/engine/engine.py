@@ -275,7 +275,7 @@ def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) ->
             page_bytes=page_bytes,
             states=recurrent_types(state.stage.own(model)),
             slots=limits.running,
-            snapshots=snapshots_of(limits.running),
+            snapshots=snapshots_of(limits.running) if arguments.prefix_caching else 0,
         )
         adapters, kept = AdapterCache(cache.pool, pages_of), KeptRunners()
         runner = StepRunner(state, cache, adapters, limits)
