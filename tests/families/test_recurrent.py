@@ -19,7 +19,7 @@ import pcg
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.ir.types import DTYPE_BYTES
-from pcg.ranks.mesh import MeshSizes
+from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.engine import Engine
@@ -36,7 +36,7 @@ from tests.support import oracle
 from tests.support.families import BY_NAME, KIMI_DELTA
 from tests.support.parameters import mostly_slow
 from tests.support.prompts import TOLERANCE, prompts
-from tests.support.ranked import make_executor, make_program
+from tests.support.ranked import EXAMPLES, JOB, check_same, make_executor, make_program
 from tests.support.small_engine import run
 from tests.support.threads import run_mesh
 
@@ -247,6 +247,30 @@ def test_states_of_transformers_caches() -> None:
     _, channels, taps = layer.conv_states[0].shape
     assert convolution.features == (taps - 1, channels)
     assert recurrence.features == layer.recurrent_states[0].shape[1:]
+
+
+@pytest.mark.parametrize("sizes", [MeshSizes(tp=2), MeshSizes(pp=2)], ids=str)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "qwen3.5"))
+def test_ranks(name: str, sizes: MeshSizes) -> None:
+    """Parts of the states, which a split projection numbers anew, or those of some layers."""
+    sequences, names = prompts((13, 40, 1, 33)), ["a", None, "b", "a"]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    alone = make_executor(make_program(name, 1, 4), name)
+    logits = alone.logits(sequences, names)
+    tokens = [c.token_ids for c in alone.generate(sequences, names, **options)]
+    alone.finetune(EXAMPLES, "b", **JOB)
+    program = make_program(name, sizes.tp, 4)
+
+    def check(mesh: RankMesh) -> None:
+        executor = make_executor(program, name, mesh)
+        for found, expected in zip(executor.logits(sequences, names), logits, strict=True):
+            assert oracle.relative_error(found, expected) < TOLERANCE
+        found = executor.generate(sequences, names, **options)
+        assert [completion.token_ids for completion in found] == tokens
+        executor.finetune(EXAMPLES, "b", **JOB)
+        check_same(executor.adapters["b"], alone.adapters["b"])
+
+    run_mesh(sizes, check)
 
 
 def test_prefix_tuning_is_refused() -> None:
