@@ -51,6 +51,7 @@ _OTHER_NAMES = (
     (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
     (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     (".self_attn.sinks", ".self_attn.softmax_offset"),
+    (".self_attn.g_proj.", ".self_attn.gate_proj."),
     ("model.", "backbone."),
 )
 """Parts of the model's names, and alternatives in checkpoints."""
