@@ -112,7 +112,8 @@ def _tables(graph: Graph) -> dict[str, str]:
 
 def is_of_experts(parameter: Parameter) -> bool:
     """Return whether a parameter has a matrix for each expert, which no format stores."""
-    return parameter.role == "frozen" and len(parameter.type.features) > 2
+    sizes = parameter.type.features  # [C, 1, W] is of a convolution
+    return parameter.role == "frozen" and len(sizes) > 2 and sizes[1] > 1
 
 
 def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:
