@@ -143,6 +143,7 @@ def _compiled(
         constants=traced.trace.constants,
         base_prefix=traced.trace.base_prefix,
         dtype=traced.trace.dtype,
+        renamings=traced.trace.renamings,
         choices={"backend": str(backend), "attention": attention},
     )
 
@@ -214,7 +215,7 @@ def compile(arguments: CompileArguments) -> Executor:
         def read() -> tuple[ModelSource, Program, Weights]:
             source = resolve(module, weights=True)
             program = compiled_here(source, source.config, options)
-            return source, program, open_weights(source, program.base_prefix)
+            return source, program, open_weights(source, program)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
         return make_executor(program, checkpoint, arguments.peft, source.directory, device, mesh)
@@ -331,7 +332,7 @@ def load(arguments: LoadArguments) -> Executor:
             "where they lie: --weights PATH (weights=PATH)"
         ) from error
     check_same_model(program, source.config, os.fspath(place))
-    checkpoint = open_weights(source, program.base_prefix)
+    checkpoint = open_weights(source, program)
     # A program compiled from a shipped config has no tokenizer; the weights include it.
     has_tokenizer = (folder / "tokenizer.json").exists()
     tokenizer_directory = folder if has_tokenizer else source.directory

@@ -102,7 +102,7 @@ def quantize(arguments: QuantizeArguments) -> Path:
             f"quantization={format_.name!r} (--quantization {format_.name})"
         )
     program = compile_program(arguments.model, None, quantization=format_.name)
-    checkpoint = Checkpoint.open(source, program.base_prefix)
+    checkpoint = Checkpoint.open(source, program.base_prefix, program.renamings)
     matrices = {_stored_name(checkpoint, matrix.name): matrix for matrix in _matrices(program)}
     _check_layouts(format_, matrices)
     _check_room(target, checkpoint, format_, matrices)

@@ -41,7 +41,7 @@ class Parameter:
         transposed: the checkpoint holds [in, out] where the graph has [out, in].
         part: the layout of a rank's part; the value's type is that of the part.
         degree: number of ranks.
-        rows: range of the source's first dim; None for all.
+        rows: range of the source's rows, its last dim but one, or a vector's entries; None for all.
         copies: number of consecutive ranks that hold the same part of the first dim; an unsharded
             value repeats each row of the source this many times.
     """

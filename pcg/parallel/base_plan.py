@@ -26,7 +26,6 @@ import sympy
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED, Layout, partitioned
-from pcg.ir.operators.linear import EXPERTS_BY_FEATURES
 from pcg.options import STYLES
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
@@ -105,7 +104,7 @@ def _given(graph: Graph, styles: Mapping[str, str]) -> dict[str, Layout]:
                 f"tp_plan: {module} is no linear operator of {graph.name}; it has {known}"
             )
         plan |= dict.fromkeys(named, _LAYOUTS[style])
-    return plan | dict.fromkeys(_experts(graph), REPLICATED)
+    return plan
 
 
 def _sizes(graph: Graph, plan: Mapping[str, Layout]) -> Iterator[tuple[str, int]]:
@@ -143,13 +142,14 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     carried = {value.name for value in graph.inputs[: len(graph.outputs)]}
     for node in graph.nodes:
         weight = _frozen_weight(graph, node)
+        if node.op == "expert_linear":
+            # Each rank has a part of every expert, and so needs the router's whole output.
+            routers = makers.get(node.inputs[1], frozenset())
+            plan |= dict.fromkeys(routers, REPLICATED)
+            makers = {name: weights - routers for name, weights in makers.items()}
         behind = frozenset().union(*(makers.get(name, ()) for name in node.inputs))
         makers_of_output = behind
-        if node.op == "experts":
-            # Each rank has a part of every expert, and so needs the router's whole output.
-            plan |= dict.fromkeys(behind, REPLICATED)
-            makers_of_output = frozenset()
-        elif weight is None:
+        if weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
             if behind and (adds_whole or not carried.isdisjoint(node.inputs)):
@@ -168,19 +168,10 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
     for name in graph.outputs:
         for weight in makers.get(name, ()):
             plan.pop(weight, None)
-    return plan | _experts(graph)
-
-
-def _experts(graph: Graph) -> dict[str, Layout]:
-    layouts: dict[str, Layout] = {}
-    for node in graph.nodes:
-        if node.op == "experts":
-            layouts |= zip(node.inputs[3:], EXPERTS_BY_FEATURES, strict=True)
-    return layouts
+    return plan
 
 
 def _frozen_weight(graph: Graph, node: Node) -> str | None:
-    if node.op != "linear":
-        return None
-    parameter = graph.parameters_by_name.get(node.inputs[1])
+    place = {"linear": 1, "expert_linear": 2}.get(node.op)
+    parameter = graph.parameters_by_name.get(node.inputs[place]) if place else None
     return parameter.name if parameter is not None and parameter.role == "frozen" else None

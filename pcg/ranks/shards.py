@@ -1,6 +1,6 @@
 """Shards: the parts of tensors and of layers that a rank holds.
 
-A rank's parameter describes its part of a tensor by `rows` of the whole's first dim, and by the
+A rank's parameter describes its part of a tensor by `rows` of the whole's rows, and by the
 layout `part` of these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim
 of size m. Where c ranks share a part, those are entries p c m/n … (p + 1) c m/n, with p the
 quotient r / c. A tensor that is held as summands is whole on the first rank and zeros on others.
@@ -45,7 +45,7 @@ def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Range
     """Return the range that a rank holds of each dim of a whole tensor of this shape."""
     ranges = [(0, size) for size in shape]
     if parameter.rows:
-        ranges[0] = parameter.rows
+        ranges[max(-2, -len(ranges))] = parameter.rows
     dim = parameter.part.dim
     if dim:
         start, stop = ranges[dim]

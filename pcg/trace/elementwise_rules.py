@@ -23,11 +23,11 @@ from pcg.trace.flat_graph import (
 Rule = Callable[[FlatGraph, Node], Any]
 
 
-_UNTAGGED = ("fill", "floor_divide", "log_sigmoid", "masked_fill", "where")
+_UNTAGGED = ("fill", "floor_divide", "log_sigmoid", "masked_fill", "where", "zeros_like")
 """Pointwise operators that PyTorch does not tag in all their overloads."""
 _ROWWISE = (
     "amax", "amin", "argmax", "argmin", "cumprod", "cumsum", "flip", "glu", "linalg_vector_norm",
-    "_log_softmax", "log_softmax", "logsumexp", "prod", "roll", "std", "var",
+    "_log_softmax", "log_softmax", "logsumexp", "prod", "roll", "scatter", "std", "var",
 )  # fmt: skip
 """Operators over the dims in their argument `dim` or `dims`."""
 
@@ -44,13 +44,13 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
             node,
             "it is not in the operator table, and only operators of 1 to 3 tensors are carried",
         )
-    if name in _ROWWISE and len(tensors) == 1:
-        return _rowwise(flat, node)
+    values = [flat.tensor(a) for a in tensors]
+    if name in _ROWWISE and all(x.tags == values[0].tags for x in values[1:]):
+        return _rowwise(flat, node, values)
     if torch.Tag.pointwise not in getattr(target, "tags", ()) and name not in _UNTAGGED:
         raise refusal(
             node, "it is not in the operator table, and PyTorch does not tag it pointwise"
         )
-    values = [flat.tensor(a) for a in tensors]
     names, lies = aligned(flat, node, *values)
     # A tensor without dims does not widen the others' dtype.
     names = [name if x.tags else x.name for name, x in zip(names, values, strict=True)]
@@ -61,8 +61,8 @@ def carried(flat: FlatGraph, node: Node) -> FlatValue:
     return lies.named(_carry(flat, node, "pointwise", names, arguments))
 
 
-def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
-    x, schema = flat.tensor(node.args[0]), node.target._schema  # type: ignore[union-attr]
+def _rowwise(flat: FlatGraph, node: Node, tensors: Sequence[FlatValue]) -> FlatValue:
+    x, schema = tensors[0], node.target._schema  # type: ignore[union-attr]
     place, key, default = next(
         ((i, a.name, a.default_value) for i, a in enumerate(schema.arguments) if "dim" in a.name),
         (0, "", None),
@@ -73,7 +73,8 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
         raise refusal(node, "it runs over all dims, or over tokens")
     flat_dims = [x.feature_dim(dim) for dim in dims]
     written = repr(flat_dims if isinstance(dims_value, list | tuple) else flat_dims[0])
-    sources = ["{0}", *map(_literal, node.args[1:])]
+    numbers = itertools.count()
+    sources = [f"{{{next(numbers)}}}" if isinstance(a, Node) else _literal(a) for a in node.args]
     if len(node.args) > place:
         sources[place] = written
     by_name = {name: _literal(value) for name, value in node.kwargs.items()}
@@ -91,7 +92,7 @@ def _rowwise(flat: FlatGraph, node: Node) -> FlatValue:
             flat,
             node,
             "rowwise",
-            [x.name],
+            [tensor.name for tensor in tensors],
             arguments,
             reads=x.features,
             features=lies.features,

@@ -45,7 +45,13 @@ from pcg.trace.markers import (
     of_sequences,
     register_markers,
 )
-from pcg.trace.model_config import check_module, in_one_line, parse_config, positions_of
+from pcg.trace.model_config import (
+    check_module,
+    in_one_line,
+    parse_config,
+    positions_of,
+    renamings_of,
+)
 from pcg.trace.prepared_module import (
     with_attention,
     with_frozen,
@@ -299,6 +305,7 @@ class TraceFacts:
         layers_path: module path of the list of layers, such as `model.layers`.
         schedule: for each layer of the model, the equal traced layer.
         base_prefix: name of the base model within the causal LM, such as `model`.
+        renamings: patterns in a checkpoint's names, and their replacements in the model's.
         attention: the default attention of transformers: "sdpa" or "eager", through its registry,
             or "own-sdpa" or "own-eager", within the architecture's own module.
         positions: the number of positions of the model, or of its training; None if unbounded.
@@ -307,6 +314,7 @@ class TraceFacts:
     layers_path: str
     schedule: tuple[int, ...]
     base_prefix: str
+    renamings: tuple[tuple[str, str], ...]
     attention: str
     positions: int | None
 
@@ -431,7 +439,7 @@ def _export_with(
         attention = f"own-{attention}"
     elif all(node.target is not torch.ops.pcg.attention.default for node in program.graph.nodes):
         raise _NotThisWay("the model does not call it")
-    facts = (path, schedule, prefix, attention, positions_of(model.config))
+    facts = (path, schedule, prefix, renamings_of(model), attention, positions_of(model.config))
     return Exported(*facts, program, constants, names)
 
 

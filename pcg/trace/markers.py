@@ -56,14 +56,18 @@ def _attention(
 
 
 @_marker
-def _experts(
+def _expert_linear(
     x: torch.Tensor,
     indices: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
 ) -> torch.Tensor:
-    return torch.empty_like(x)
+    """Product of x [T, in] or [T, k, in] by the experts at `indices` [T, k]: [T, k, out].
+
+    The weight is [E, out, in], or [E, in, out] if it is transposed.
+    """
+    return x.new_empty(*indices.shape, weight.shape[2 if is_transposed else 1])
 
 
 @_marker
@@ -379,26 +383,23 @@ _OF_SEQUENCES: dict[str, Callable[..., Any]] = {
 
 
 def _experts_interface(
-    module: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    from transformers.activations import SiLUActivation
-    from transformers.integrations import moe
+    """The experts' products by markers, and what lies between them; transformers' signature."""
 
-    if getattr(module, "has_bias", False) or getattr(module, "is_transposed", False):
-        raise UnsupportedError(
-            f"cannot trace {type(module).__name__}: its experts have biases or transposed weights, "
-            "for which there is no operator; pcg takes experts as Mixtral and Qwen3-MoE have them"
-        )
-    is_gated = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
-    apply_gate = getattr(type(module), "_apply_gate", None)
-    activations = (nn.SiLU, SiLUActivation)
-    is_plain = apply_gate is moe._default_apply_gate and isinstance(module.act_fn, activations)
-    if not (is_gated and is_plain) or getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedError(
-            f"cannot trace {type(module).__name__}: pcg takes experts that are down(silu(gate) * "
-            "up), without norms of their own, as Mixtral and Qwen3-MoE have them"
-        )
-    return torch.ops.pcg.experts(hidden, indices, weights, module.gate_up_proj, module.down_proj)  # type: ignore[no-any-return]
+    def multiplied(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        arguments = (getattr(module, name), bias, module.is_transposed)
+        return torch.ops.pcg.expert_linear(x, indices, *arguments)  # type: ignore[no-any-return]
+
+    if module.has_gate:
+        inner = module._apply_gate(multiplied(hidden, "gate_up_proj"))
+    else:
+        inner = module.act_fn(multiplied(hidden, "up_proj"))
+    outputs = multiplied(inner, "down_proj")
+    if module.has_post_expert_norm:
+        outputs = module.post_expert_norm(outputs)
+    return (outputs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
 
 class NumbersOnMeta(TorchFunctionMode):

@@ -426,3 +426,25 @@ def _rope_types(parameters: object) -> set[str]:
     rope_type = parameters.get("rope_type")
     rope_types = {str(rope_type)} if rope_type else set()
     return rope_types.union(*map(_rope_types, parameters.values()))
+
+
+def renamings_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the patterns in names of a model's checkpoints, and their replacements.
+
+    They are those of transformers, applied in order, each at its first match. Tensors that are
+    split, joined or reordered have none.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    kinds = type(model).__name__, getattr(model.config, "model_type", "")
+    rules = next(filter(None, map(get_checkpoint_conversion_mapping, kinds)), ())
+    return tuple(
+        (_name_pattern(rule.source_patterns[0]), rule.target_patterns[0])
+        for rule in rules
+        if type(rule).__name__ == "WeightRenaming" and len(rule.source_patterns) == 1
+    )
+
+
+def _name_pattern(pattern: str) -> str:
+    """Return a pattern of transformers as a regular expression that ends with a part of a name."""
+    return pattern.replace("*.", r".*\.") + (r"(?!\w)" if pattern[-1].isalnum() else "")

@@ -302,12 +302,18 @@ def embedding(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def gather(flat: FlatGraph, node: Node) -> FlatValue:
-    """Select rows of a table by position, given as a gather of positions repeated along rows."""
+    """Select entries of the last dim, or rows of a table by position.
+
+    The latter is a gather of positions repeated along rows.
+    """
     table, index = flat.tensor(node.args[0]), flat.tensor(node.args[2])
     producers = {value.name: n for n in flat.builder.nodes for value in n.outputs}
     name = index.name
     while name in producers and producers[name].op in ("expand", "reshape"):
         name = producers[name].inputs[0]
+    is_last = int(argument(node, 1)) % len(table.tags) == len(table.tags) - 1
+    if table.tags == index.tags and "t" in table.tags and is_last and table.tags[-1] == "d":
+        return index.named(flat.add("take_along", table.name, index.name))
     if node.args[1] != 1 or flat.builder.types[name].features or "t" in table.tags:
         raise refusal(node, "it is not a look-up of rows by token")
     rows = flat.reshape(table.name, table.features[-2:])
@@ -356,7 +362,8 @@ def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
     parameter = flat.builder.parameters.get(weight.name)
     if parameter is None or parameter.role != "frozen":
         raise refusal(node, "it multiplies activations with activations")
-    type_ = parameter.type.with_shape(tuple(reversed(parameter.type.shape)))
+    *experts, size_in, size_out = parameter.type.shape
+    type_ = parameter.type.with_shape((*experts, size_out, size_in))
     value = Value(f"{parameter.name}.T", type_)
     return flat.builder.parameter(replace(parameter, value=value, transposed=True))
 
@@ -441,14 +448,18 @@ def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
     return [FlatValue(name, x.tags, (*x.shape[:-1], k)) for name in names]
 
 
-def experts(flat: FlatGraph, node: Node) -> FlatValue:
-    inputs = [flat.tensor(a) for a in node.args]
-    count, *rows, hidden = flat.builder.types[inputs[3].name].features
-    if len(rows) > 1:
-        raise refusal(node, "its weights are those of another layer's experts")
-    # Ranks shard gate and up equally, as rows of a separate dim.
-    flat.builder.see(inputs[3].name, count, 2, rows[0] // 2, hidden)
-    return inputs[0].named(flat.add("experts", *(x.name for x in inputs)))
+def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
+    """Import a product by experts; a bias [E, out] becomes [E, out, 1], with weights' dims."""
+    x, indices, weight, *biases = [flat.tensor(a) for a in node.args[:4] if a is not None]
+    parameters = flat.builder.parameters
+    if any(p.name not in parameters or "t" in p.tags for p in (weight, *biases)):
+        raise refusal(node, "its weights are not parameters of its own")
+    name = _out_in(flat, node, weight) if node.args[4] else weight.name
+    for bias in biases:
+        if len(flat.builder.types[bias.name].shape) == 2:
+            flat.builder.see(bias.name, *bias.shape, 1)  # type: ignore[arg-type]
+    name = flat.add("expert_linear", x.name, indices.name, name, *(b.name for b in biases))
+    return FlatValue(name, "tdd", traced_shape(node))
 
 
 # -------------------------------------------------------------------------------- recurrence rules
@@ -520,7 +531,7 @@ _ATEN: Mapping[str, Rule] = {
 }
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},
-    "pcg.experts": experts,
+    "pcg.expert_linear": expert_linear,
     "pcg.recurrence": recurrence,
     "pcg.short_convolution": short_convolution,
     "pcg.take": take,

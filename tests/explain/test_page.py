@@ -17,7 +17,7 @@ from cli.application import app
 from pcg.explain.report.layer_graph import layered
 from pcg.explain.report.report_data import KINDS, GpuCapacity, Stage
 from pcg.ir.operators.base import Operator
-from pcg.ir.operators.linear import Experts
+from pcg.ir.operators.experts import ExpertLinear
 from pcg.source import resolve
 from tests.support.browser import browser_path
 
@@ -203,7 +203,7 @@ def test_without_adapters():
 
 
 def test_a_model_that_pcg_does_not_train(monkeypatch):
-    monkeypatch.setattr(Experts, "gradient", Operator.gradient)
+    monkeypatch.setattr(ExpertLinear, "gradient", Operator.gradient)
     report = pcg.explain(short("mistralai/Mixtral-8x7B-v0.1"))
     page = Page(report.to_html())
     assert (report.timeline, report.graph) == ((), ())

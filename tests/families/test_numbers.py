@@ -106,7 +106,7 @@ def test_the_base_from_sharded_files(case: Case, tmp_path: Path) -> None:
     oracle.save_model(case.base, tmp_path, "20KB")
     source, program = resolve(tmp_path, weights=True), case.executor.program
     assert len(source.weight_files) > 1
-    weights = Checkpoint.open(source, program.base_prefix)
+    weights = Checkpoint.open(source, program.base_prefix, program.renamings)
     executor = compiler.make_executor(program, weights, None, None)
     for sequence in prompts((9, 1)):
         assert torch.equal(executor.logits(sequence), case.executor.logits(sequence))

@@ -162,7 +162,8 @@ def test_no_gradient_flows_to_constants() -> None:
         upstream = (builder.input("incoming", node.output.type),)
         needs = (True,) * len(node.inputs)
         gradients = operator(case.op).gradient(Gradient(builder, graph, node, upstream, needs))
-        assert tuple(i for i, name in enumerate(gradients) if name is None) == constants
+        without = tuple(i for i, name in enumerate(gradients) if name is None)
+        assert without == tuple(i for i in constants if i < len(gradients))
         checked.add(case.op)
     assert checked == {op for op, entry in OPERATORS.items() if entry.constant_in} - ELSEWHERE
 

@@ -112,6 +112,7 @@ def work_alone(name: str, layers: int, is_sharded: bool) -> Outcome:
     cases(
         ("llama3", "tp2", {}),
         ("mixtral", "tp2", {}),
+        ("gpt_oss", "tp2", {}),
         ("qwen2", "tp4", {}),  # two KV heads, with biases: each pair of ranks shares one
         ("gpt2", "tp4", PARTS),
         ("llama3", "tp2", {**PARTS, "memory_budget": 0.0}),
@@ -120,6 +121,8 @@ def work_alone(name: str, layers: int, is_sharded: bool) -> Outcome:
         ("gpt2", f"dp3 {SHARDED}", {}),
         ("llama3", f"dp2 tp2 {SHARDED}", {}),
         slow=[
+            ("glm4_moe", "tp4", {}),
+            ("gpt_oss", "tp4", PARTS),
             *((name, f"tp{n}", o) for name in FAMILIES for n in (2, 4) for o in ({}, PARTS)),
             # Attention's kernels know no heads of 24.
             *((name, "tp2", {"backend": "triton"}) for name in FAMILIES if name != "gemma2"),

@@ -114,13 +114,13 @@ def test_experts_read_as_many_weights_as_tokens_choose() -> None:
     types = (
         tensor("bf16", TOKENS, 8),
         tensor("i64", TOKENS, 2),
-        tensor("bf16", TOKENS, 2),
-        tensor("bf16", 16, 2, 4, 8),
-        tensor("bf16", 16, 8, 4),
+        tensor("bf16", 16, 4, 8),
+        tensor("bf16", 16, 4, 1),
     )
-    weights, a_token = 2 * 16 * (64 + 32), 2 * 8 + 2 * 8 + 2 * 2 + 2 * 8
+    outputs = (tensor("bf16", TOKENS, 2, 4),)
+    weights, a_token = 2 * 16 * (32 + 4), 2 * 8 + 2 * 8 + 2 * 8
     for tokens, share in ((1, 1 / 8), (4, 1 / 2), (8, 1), (64, 1)):
-        work = work_of("experts", types, types[:1], {}, tokens, 8)
+        work = work_of("expert_linear", types, outputs, {}, tokens, 8)
         assert work.moved_bytes == tokens * a_token + share * weights
 
 

@@ -92,7 +92,7 @@ def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
     program = make_program("llama3", 2)
 
     def read(ranks: ThreadRanks) -> tuple[int, int]:
-        weights = Checkpoint.open(source, program.base_prefix)
+        weights = Checkpoint.open(source, program.base_prefix, program.renamings)
         compiler.make_executor(program, weights, None, None, "cpu", tp_mesh(ranks))
         return weights.read_bytes, len(weights.unused())
 

@@ -69,7 +69,7 @@ def test_a_replica_reads_its_part_alone(tmp_path: Path) -> None:
     program = make_program("gpt2", 1, layers=3)
 
     def read(mesh: RankMesh) -> tuple[int, int]:
-        weights = Checkpoint.open(source, program.base_prefix)
+        weights = Checkpoint.open(source, program.base_prefix, program.renamings)
         compiler.make_executor(program, weights, None, None, "cpu", mesh.sharing(True))
         return weights.read_bytes, len(weights.unused())
 

@@ -315,7 +315,10 @@ LAYER_NORM_ROPE = "2 layer_norm, 4 linear, 2 rope, attention, gelu, 2 add"
 GPT = "2 layer_norm, 4 linear, attention, gelu, 2 add"
 FALCON = "layer_norm, 4 linear, 2 rope, attention, gelu, 2 add"
 COHERE = "layer_norm, 7 linear, 2 rope, attention, silu, mul, 2 add"
-MIXTURE = "2 rms_norm, 5 linear, 2 rope, attention, softmax, topk, experts, 2 add"
+MIXTURE = (
+    "2 rms_norm, 5 linear, 2 rope, attention, softmax, topk, 2 expert_linear, 2 slice, silu, "
+    "2 mul, sum, 2 add"
+)
 
 BLOCKS = {
     "bloom": GPT,
@@ -343,7 +346,7 @@ BLOCKS = {
     "llama3.2": LLAMA,
     "mistral": LLAMA,
     "mistral-window": LLAMA,
-    "mixtral": MIXTURE.replace("experts", "sum, div, experts"),
+    "mixtral": MIXTURE.replace("sum", "div, 2 sum"),
     "mpt": GPT,
     "olmo2": LLAMA.replace("2 rms_norm", "4 rms_norm"),
     "opt": "2 layer_norm, 6 linear, mul, attention, relu, 2 add",

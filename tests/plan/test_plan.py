@@ -9,7 +9,7 @@ import pytest
 import pcg
 from pcg.errors import CostModelError, PcgError, UnsupportedError
 from pcg.ir.operators.base import Operator
-from pcg.ir.operators.linear import Experts
+from pcg.ir.operators.experts import ExpertLinear
 from pcg.parallel.costs.accelerators import ACCELERATORS, RESERVED_BYTES
 from pcg.parallel.costs.cost_model import SheetModel
 from pcg.parallel.costs.device_profile import DeviceProfile, OperatorTime
@@ -233,13 +233,13 @@ def test_finetuning_is_promised_too():
 @pytest.fixture
 def frozen_experts(monkeypatch):
     """Experts through which no gradient flows back, as of operators that have none."""
-    monkeypatch.setattr(Experts, "gradient", Operator.gradient)
+    monkeypatch.setattr(ExpertLinear, "gradient", Operator.gradient)
 
 
 @pytest.mark.usefixtures("frozen_experts")
 def test_a_model_that_is_not_finetuned_serves():
     config = {**resolve("mistralai/Mixtral-8x7B-v0.1").config, "num_hidden_layers": 2}
-    with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'experts'"):
+    with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'expert_linear'"):
         pcg.plan(config, workload="train:1x64", gpus=["H100"], tp=[1])
     plan = pcg.plan(config, workload="serve:1req/s", gpus=["H100"], tp=[1])
     assert plan.chosen.is_kept

@@ -60,7 +60,7 @@ class World:
     def opened(self, model: str, tokenizer: str = "model", **options: Any) -> Executor:
         source = resolve(self.folder / model, weights=True)
         program = self.compiled(**options) if options else self.program
-        weights = Checkpoint.open(source, program.base_prefix)
+        weights = Checkpoint.open(source, program.base_prefix, program.renamings)
         directory = self.folder / tokenizer
         mesh = tp_mesh(self.ranks)
         return compiler.make_executor(program, weights, None, directory, "cpu", mesh)

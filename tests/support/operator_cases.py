@@ -269,11 +269,11 @@ def shape_cases() -> list[Case]:
         Case("softmax", (x(3, 4),), {"dim": -2}),
         Case("embedding", (weight(7, 4), x(dtype="i64", needs=False))),
         Case("topk", (x(6),), {"k": 2}, reference=lambda values: values.topk(2).values),
+        Case("take_along", (x(7), x(3, dtype="i64", needs=False))),
         *(
-            Case("experts", (Operand((T, 4), needs[0]), x(2, dtype="i64", needs=False), w, *mlp))
-            for needs in ((True, True), (True, False), (False, True))
-            for w in (Operand((T, 2), needs[1]),)
-            for mlp in ((weight(7, 2, 3, 4), weight(7, 4, 3)),)
+            Case("expert_linear", (x(*rows, 4), x(2, dtype="i64", needs=False), weight(7, 3, 4), *b))
+            for rows in ((), (2,))
+            for b in ((), (weight(7, 3, 1),))
         ),
     ]
     expansions: list[tuple[tuple[int, ...], tuple[int, ...]]] = [

@@ -36,7 +36,9 @@ def random_model(
             )
         model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    # Corrections of routers' scores; other buffers are computed.
+    zeros = [b for b in model.named_buffers() if not b[1].any() and b[1].is_floating_point()]
+    for name, parameter in (*model.named_parameters(), *zeros):
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith((".A_log", ".dt_bias")):
             # Drawn by torch's generator, where little is left of earlier tokens.
@@ -44,7 +46,8 @@ def random_model(
         elif parameter.dim() > 1:
             parameter.data.copy_(0.08 * noise)
         else:
-            parameter.data.add_(0.1 * noise)
+            # Rounded, as transformers draws some of them, such as gpt-oss' sinks.
+            parameter.data.round_().add_(0.1 * noise)
     return model.to(dtype).eval()
 
 

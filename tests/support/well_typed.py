@@ -535,13 +535,20 @@ def recurrence(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *inputs, state=make.draw(st.integers(0, 9)))
 
 
-def experts(make: Maker, op: str) -> Sequence[str]:
-    x = make.matrix()
-    hidden = make.type(x).shape[-1]
-    top_k, count, inner = make.sizes(3)
-    routing = make.of("i64", TOKENS, top_k), make.of("f32", TOKENS, top_k)
-    weights = make.of("bf16", count, 2, inner, hidden), make.of("bf16", count, hidden, inner)
-    return make.add(op, *[x] * (2 if op.endswith("_backward") else 1), *routing, *weights)
+def expert_linear(make: Maker, op: str) -> Sequence[str]:
+    top_k, count, size_in, out = make.sizes(4)
+    is_backward = op.endswith("_backward")
+    lead = (top_k,) if is_backward or make.coin() else ()
+    x = make.of("bf16", TOKENS, *lead, out if is_backward else size_in)
+    bias = [make.of("bf16", count, out, 1)] if not is_backward and make.coin() else []
+    indices, weight = make.of("i64", TOKENS, top_k), make.of("bf16", count, out, size_in)
+    return make.add(op, x, indices, weight, *bias)
+
+
+def take_along(make: Maker, op: str) -> Sequence[str]:
+    (extra,) = make.sizes(1)
+    k = make.draw(st.integers(1, extra))
+    return make.add(op, make.of("f32", TOKENS, extra), make.of("i64", TOKENS, k))
 
 
 def topk(make: Maker, op: str) -> Sequence[str]:
@@ -717,8 +724,8 @@ RECIPES: dict[str, Recipe] = {
     "embedding_part": embedding,
     "expand": expand,
     **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
-    "experts": experts,
-    "experts_backward": experts,
+    "expert_linear": expert_linear,
+    "expert_linear_backward": expert_linear,
     **dict.fromkeys(("asked_inner", "inner"), inner),
     "linear": linear,
     "base_piece": base_piece,
@@ -743,7 +750,8 @@ RECIPES: dict[str, Recipe] = {
     "softmax": softmax,
     **dict.fromkeys(("asked_sum_tokens", "sum_tokens"), sum_tokens),
     "topk": topk,
-    "topk_backward": topk,
+    "take_along": take_along,
+    "take_along_backward": topk,
     **dict.fromkeys(("singular_down", "singular_down_backward"), singular_down),
     "vera_down": vera_down,
     **dict.fromkeys(("vera_up", "vera_up_backward"), vera_up),

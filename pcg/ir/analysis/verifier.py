@@ -104,10 +104,8 @@ class _Verifier:
             self._fail(f"%{parameter.name} has no source; name its tensor in the checkpoint")
         if parameter.type.is_token_wise:
             self._fail(f"%{parameter.name} has a token dim; make it an input of the graph")
-        if parameter.transposed and len(parameter.type.dims) != 2:
-            self._fail(
-                f"%{parameter.name} is transposed with {len(parameter.type.dims)} dims, not 2"
-            )
+        if parameter.transposed and len(parameter.type.dims) < 2:
+            self._fail(f"%{parameter.name} is transposed, and has no two dims")
         self._value(parameter.value)
 
     # ----------------------------------------------------------------------------------- nodes

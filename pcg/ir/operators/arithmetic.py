@@ -304,15 +304,17 @@ class Pointwise(Carried):
 
 
 class Rowwise(Carried):
-    """An operator over feature dims of a single tensor, counted from the end in `arguments`.
+    """An operator over feature dims of a tensor, counted from the end in `arguments`.
 
-    `reads` are the feature dims of its input, `features` those of the result.
+    `reads` are the feature dims of its first input, `features` those of the result. A second input
+    has places in these dims, as of `scatter`.
     """
 
     name = "rowwise"
     attributes = declared(
         target=_TARGET, arguments=_ARGUMENTS, dtype=DTYPE, reads=SIZES, features=SIZES
     )
+    inputs = (1, 2)
     sums_rows = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
@@ -336,9 +338,10 @@ class CarriedBackward(Operator):
         if attributes["place"] >= len(inputs):
             raise TypeCheckError(f"{len(inputs)} inputs have none at place {attributes['place']}")
         dx = inputs[attributes["place"]]
-        shape = functools.reduce(broadcast, (type_.shape for type_ in inputs))
         if "features" in attributes:
             shape = (*dx.shape[: int(dx.is_token_wise)], *attributes["features"])
+        else:
+            shape = functools.reduce(broadcast, (type_.shape for type_ in inputs))
         check_gradient(dy, dy.with_shape(shape))
         if not (dy.is_float and dx.is_float):
             raise TypeCheckError(f"{dx} has no gradient by {dy}")

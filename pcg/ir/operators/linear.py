@@ -1,4 +1,4 @@
-"""Matrix products by the base model's weights: linear operators, groups of them, and experts.
+"""Matrix products by the base model's weights: linear operators, and groups of them.
 
 A base executor, which holds the weights in another process, runs pieces of a layer's graph. A piece
 is a graph as text that maps tensors of T tokens to tensors of T tokens, row by row. Its frozen
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import ClassVar
 
 import sympy
 
@@ -225,94 +224,3 @@ class BasePiece(Product):
             if node.op in (Linear.name, LinearBackward.name):
                 total += super().flops(*graph.types_of(node), {})
         return total
-
-
-EXPERTS_BY_FEATURES = (partitioned(-2), partitioned(-1))
-"""Layouts of the experts' gate_up and down, each sharded like an MLP's."""
-
-
-class OfExperts(Operator):
-    """An operator with experts' weights as its last two inputs, preceded by the tokens' choices."""
-
-    is_product = True
-    computes_in_first = True
-    counts_on_host = True
-
-    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The operator reads at most as many experts as tokens choose.
-        share = sympy.Min(1, inputs[-4].elements / inputs[-1].shape[0])
-        tokens = sympy.Add(*(type_.size_bytes for type_ in (*inputs[:-2], *outputs)))
-        return tokens + share * sympy.Add(*(type_.size_bytes for type_ in inputs[-2:]))
-
-    alive: ClassVar[tuple[tuple[int, int], ...]]
-    """At possible memory peaks: numbers of tensors [rows, h] and [rows, f], including the previous
-    expert's that are not yet replaced."""
-
-    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # In the worst case all rows choose the same experts.
-        x, width, features = inputs[-5], int(inputs[-5].shape[-1]), int(inputs[-1].shape[-1])
-        return x.size_bytes / width * max(h * width + f * features for h, f in self.alive)
-
-
-class Experts(OfExperts):
-    """A mixture of gated experts: each token through its `top_k` experts, weighted and summed.
-
-    y_t = sum over k of w_tk down_e (silu(gate_e x_t) * (up_e x_t)), with e the k-th expert of t.
-
-    `x: [T, h]`, `indices: [T, k]`, `weights: [T, k]`, `gate_up: [E, 2, f, h]`, `down: [E, h, f]`.
-    """
-
-    name = "experts"
-    inputs = (5, 5)
-    alive = ((2, 4), (3, 3))  # after gate and up; at the product by down
-    constant_in = (1, 3, 4)
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        x, indices, weights, gate_up, down = types
-        sizes = gate_up.shape
-        fits = len(sizes) == 4 and sizes[1] == 2 and sizes[3] == x.shape[-1]
-        if not fits or down.shape != (sizes[0], sizes[3], sizes[2]):
-            raise TypeCheckError(
-                f"experts of {x} by {gate_up} and {down}; expected [experts, 2, f, "
-                f"{x.shape[-1]}] and [experts, {x.shape[-1]}, f]"
-            )
-        chosen = len(x.dims) == len(indices.dims) == 2 and indices.shape[0] == x.shape[0]
-        if not chosen or indices.shape != weights.shape or indices.is_float:
-            raise TypeCheckError(f"experts chosen by {indices}, and weighted by {weights}")
-        return (x,)
-
-    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
-        yield from super().shardings(types, attributes)
-        yield sharding(*(REPLICATED,) * 3, *EXPERTS_BY_FEATURES, PRE_REDUCE)
-
-    def gradient(self, context: Gradient) -> list[str | None]:
-        dx, dweights = context.add_many("experts_backward", context.incoming, *context.inputs)
-        return [dx, None, dweights, None, None]
-
-    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 2 * inputs[1].elements * _expert_elements(inputs)
-
-
-class ExpertsBackward(OfExperts):
-    """dx and the gradient of the tokens' weights; gate and up are recomputed.
-
-    Inputs: dy [T, h], then the inputs of `experts`.
-    """
-
-    name = "experts_backward"
-    inputs = (6, 6)
-    alive = ((3, 7), (2, 9))  # at the product by down; after dgate
-    suffixes = ("", "weights")
-
-    def infer(self, types: Types, attributes: Attributes) -> Types:
-        if types[0].shape != types[1].shape:
-            raise TypeCheckError(f"gradient {types[0]} does not fit {types[1]}")
-        return (*Experts().infer(types[1:], attributes), types[3])
-
-    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        of_gate_up = inputs[-2].elements / inputs[-2].shape[0]
-        return 2 * inputs[2].elements * (_expert_elements(inputs) + of_gate_up)
-
-
-def _expert_elements(inputs: Types) -> sympy.Expr:
-    return sum(type_.elements for type_ in inputs[-2:]) / inputs[-1].shape[0]

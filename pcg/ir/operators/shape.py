@@ -147,7 +147,16 @@ class Slice(Operator):
         return (types[0].with_shape(tuple(shape)),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
-        return other_dims(attributes, same_dims(types[0]))
+        yield from other_dims(attributes, same_dims(types[0]))
+        # Of interleaved entries, as of a gate and an up projection, ranks have whole groups.
+        step, dim = attributes.get("step", 1), attributes["dim"]
+        size = int(types[0].shape[dim])
+        if step > 1 and len(range(attributes["start"], attributes["stop"], step)) * step == size:
+            yield (dim,), (dim,)
+
+    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+        taken, step = int(outputs[0].shape[attributes["dim"]]), attributes.get("step", 1)
+        return {**attributes, "stop": attributes["start"] + (taken - 1) * step + 1}
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
         step = attributes.get("step", 1)
@@ -369,21 +378,42 @@ class TopK(Operator):
 
     def gradient(self, context: Gradient) -> list[str | None]:
         size = int(context.input_type(0).shape[-1])
-        return [context.add("topk_backward", context.incoming, context.output(1), size=size)]
+        return [context.add("take_along_backward", context.incoming, context.output(1), size=size)]
 
 
-class TopKBackward(Operator):
-    """The gradient dy of the k largest, in their places among `size`; zeros elsewhere."""
+def _check_places(values: TensorType, indices: TensorType, size: int) -> None:
+    if values.shape != indices.shape or indices.is_float or int(indices.shape[-1]) > size:
+        raise TypeCheckError(f"{values} does not fit indices {indices} of {size}")
 
-    name = "topk_backward"
+
+class TakeAlong(Operator):
+    """The entries of the last dim at each token's indices."""
+
+    name = "take_along"
+    template = "torch.gather({0}, -1, {1})"
+    inputs = (2, 2)
+    constant_in = (1,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, indices = types
+        values = x.with_shape((*x.shape[:-1], indices.shape[-1]))
+        _check_places(values, indices, int(x.shape[-1]))
+        return (values,)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        size = int(context.input_type(0).shape[-1])
+        dx = context.add("take_along_backward", context.incoming, context.input(1), size=size)
+        return [dx, None]
+
+
+class TakeAlongBackward(Operator):
+    """The gradient dy of entries of the last dim, in their places among `size`; zeros elsewhere."""
+
+    name = "take_along_backward"
     attributes = declared(size=COUNT)
-    template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter_(-1, {1}, {0})"
+    template = "{0}.new_zeros(*{0}.shape[:-1], {size}).scatter_add_(-1, {1}, {0})"
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        dy, indices = types
-        if dy.shape != indices.shape or indices.is_float or int(dy.shape[-1]) > attributes["size"]:
-            raise TypeCheckError(
-                f"gradient {dy} does not fit indices {indices} of {attributes['size']}"
-            )
-        return (dy.with_shape((*dy.shape[:-1], attributes["size"])),)
+        _check_places(*types, attributes["size"])
+        return (types[0].with_shape((*types[0].shape[:-1], attributes["size"])),)

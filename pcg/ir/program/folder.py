@@ -122,6 +122,7 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
             constants=safetensors.torch.load(files[CONSTANTS]),
             base_prefix=manifest.base_prefix,
             dtype=manifest.dtype,
+            renamings=manifest.renamings,
             choices={name: str(text) for name, text in manifest.choices.items()},
         )
     except safetensors.SafetensorError as error:
@@ -345,6 +346,7 @@ def save_program(
             weights=None if weights is None else os.fspath(weights),
             recipes=program.recipes,
             files={name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)},
+            renamings=program.renamings,
             choices=program.choices,
         )
         files[MANIFEST] = json_text(dataclasses.asdict(manifest), "the manifest").encode()

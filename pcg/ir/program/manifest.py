@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Manifest:
         versions: the versions of pcg, torch and transformers that compiled the model.
         dtype: the dtype of weights and activations, in the IR's names.
         base_prefix: name of the base model within the causal LM.
+        renamings: see `Program`; older folders have none.
         weights: directory or hub id of the weights; None when compiled without a source.
         recipes: the fields of each adapter's recipe by name, unchecked.
         files: SHA-256 of every other file, in hexadecimal, by its path in the folder.
@@ -43,6 +44,7 @@ class Manifest:
     weights: str | None
     recipes: Mapping[str, Mapping[str, Any]]
     files: Mapping[str, str]
+    renamings: Sequence[Sequence[str]]
     choices: Mapping[str, str]
 
 
@@ -73,6 +75,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"is pcg {__version__}, which reads up to format {FORMAT}; update pcg, or compile again"
         )
     content.setdefault("choices", {})
+    content.setdefault("renamings", [])
     for name, kind in _KINDS.items():
         if name not in content or not isinstance(content[name], kind):
             state = "damaged" if name in content else "missing"
@@ -96,6 +99,7 @@ _KINDS: Mapping[str, Any] = {
     "weights": str | None,
     "recipes": dict,
     "files": dict,
+    "renamings": list,
     "choices": dict,
 }
 

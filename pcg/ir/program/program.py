@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -276,6 +276,7 @@ class Program:
             are those of a rank.
         constants: tensors computed from the configuration, by name.
         base_prefix: name of the base model within the causal LM, which some checkpoints omit.
+        renamings: patterns in a checkpoint's names and their replacements, applied in order.
         dtype: the dtype of weights and activations, in the IR's names.
         choices: the compiler's choices and their reasons, by subject: "backend".
     """
@@ -290,6 +291,7 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
+    renamings: Sequence[Sequence[str]] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -67,6 +67,7 @@ from pcg.kernels.torch.lora import (
     vera_up,
     vera_up_backward,
 )
+from pcg.kernels.torch.experts import expert_linear, expert_linear_backward
 from pcg.kernels.torch.lossy import (
     dequantize_fp8,
     dequantize_int8,
@@ -79,8 +80,6 @@ from pcg.kernels.torch.lossy import (
 )
 from pcg.kernels.torch.products import (
     base_piece,
-    experts,
-    experts_backward,
     linear,
     linear_backward,
     linear_group,

@@ -380,48 +380,6 @@ def product(
     return outputs
 
 
-def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Apply gated experts, each to the tokens that chose it; see the operator."""
-    y = torch.zeros_like(x)
-    for expert, places, rows in _chosen(indices, gate_up.shape[0]):
-        chosen = x[rows]
-        gate, up = (F.linear(chosen, weight) for weight in gate_up[expert])
-        output = F.linear(F.silu(gate).mul_(up), down[expert])
-        output = output * weights.reshape(-1)[places, None]
-        y.index_add_(0, rows, output.to(y.dtype))
-    return y
-
-
-def experts_backward(
-    dy: Tensor, x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weights [T, k]; see the operator."""
-    dx, dweights = torch.zeros_like(x), torch.zeros_like(weights)
-    of_choices, shares = dweights.view(-1), weights.reshape(-1)
-    for expert, places, rows in _chosen(indices, gate_up.shape[0]):
-        chosen = x[rows]
-        gate, up = (F.linear(chosen, weight) for weight in gate_up[expert])
-        slope = torch.sigmoid(gate)
-        silu = gate * slope
-        dhidden = dy[rows] @ down[expert]
-        of_choices[places] = (dhidden * silu * up).sum(-1, dtype=dweights.dtype)
-        dhidden = (dhidden * shares[places, None]).to(x.dtype)
-        dgate = dhidden * up * slope * (1 + gate * (1 - slope))
-        gradient = dgate @ gate_up[expert, 0]
-        dx.index_add_(0, rows, gradient.addmm_(dhidden.mul_(silu), gate_up[expert, 1]))
-    return dx, dweights
-
-
-def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each chosen expert, the indices of its choices [T k], and their rows."""
-    flat = indices.reshape(-1)
-    order = flat.argsort(stable=True)
-    parts = order.split(torch.bincount(flat, minlength=count).tolist())
-    for expert, places in enumerate(parts):
-        if len(places):
-            yield expert, places, places // indices.shape[-1]
-
-
 @dataclass(slots=True, eq=False)
 class PieceCall(Product):
     """A piece on the tokens of a function, or of several that call the same piece.

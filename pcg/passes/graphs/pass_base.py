@@ -244,7 +244,7 @@ def dump_to(directory: str | Path) -> Observer:
 # ------------------------------------------------------------------------------------------- naming
 
 
-_NAMED_BY_MODULE = {"embedding", "experts", "layer_norm", "linear", "rms_norm"}
+_NAMED_BY_MODULE = {"embedding", "layer_norm", "linear", "rms_norm"}
 
 
 def readable_names(graph: Graph, inputs: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -88,7 +88,7 @@ class _Splitter:
         if node is None or len(node.outputs) > 1:
             return None
         output = node.output.type
-        if output.is_token_wise and len(output.dims) != 2:
+        if node.op != "expert_linear" and output.is_token_wise and len(output.dims) != 2:
             return None
         types = tuple(self.graph.types[other] for other in node.inputs)
         dims = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))
@@ -124,15 +124,16 @@ class _Splitter:
 
 def _dim(type_: TensorType) -> int:
     """Return the sliced dim: the last dim of a token-wise value, or a weight's rows."""
-    return -1 if type_.is_token_wise else -len(type_.dims)
+    return -1 if type_.is_token_wise else -min(len(type_.dims), 2)
 
 
 def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
     """Return rows of a weight, or entries of a vector, as a separate parameter."""
-    sizes = (stop - start, *parameter.type.shape[1:])
+    sizes = list(parameter.type.shape)
+    sizes[_dim(parameter.type)] = stop - start
     first = parameter.rows[0] if parameter.rows else 0
     return Parameter(
-        Value(f"{parameter.name}_{start}_{stop}", parameter.type.with_shape(sizes)),
+        Value(f"{parameter.name}_{start}_{stop}", parameter.type.with_shape(tuple(sizes))),
         parameter.role,
         parameter.source,
         parameter.transposed,

@@ -16,6 +16,7 @@ from pcg.formats.format import Format, Parts
 from pcg.formats.registry import FORMATS
 from pcg.gguf_file import SUFFIX, GgufHeader, read_gguf
 from pcg.gguf_model import heads_in_other_order, tensors_of
+from pcg.ir.program.program import Program
 from pcg.ranks.agreement import tensor_digest
 from pcg.ranks.shards import Ranges
 from pcg.runtime.model.weights import (
@@ -31,11 +32,11 @@ from pcg.tensor_file import TensorInfo
 _FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def open_weights(source: ModelSource, base_prefix: str = "") -> Weights:
+def open_weights(source: ModelSource, program: Program) -> Weights:
     """Read the headers of a model's files. WeightsError: none, or a damaged file."""
     if source.weight_files and source.weight_files[0].suffix == SUFFIX:
-        return GgufWeights(read_gguf(source.weight_files[0]), source, base_prefix)
-    return Checkpoint.open(source, base_prefix)
+        return GgufWeights(read_gguf(source.weight_files[0]), source, program.base_prefix)
+    return Checkpoint.open(source, program.base_prefix, program.renamings)
 
 
 class GgufWeights(Weights):

@@ -5,8 +5,7 @@ transposed, fused, moved, or joined with others. A checkpoint may use other name
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, in old
   checkpoints that were saved without their head;
-- another word for a part of the name (transformers 5, conversion_mapping.py: "mixtral",
-  "GPTNeoXForCausalLM", "granitemoe", "flint"), or Nemotron-H's `backbone.` for the prefix;
+- other words for parts of the name, which the program's `renamings` replace;
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -22,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -44,23 +43,10 @@ _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-_OTHER_NAMES = (
-    (".mlp.", ".block_sparse_moe."),
-    ("lm_head.", "embed_out."),
-    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
-    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
-    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
-    (".self_attn.sinks", ".self_attn.softmax_offset"),
-    (".self_attn.g_proj.", ".self_attn.gate_proj."),
-    ("model.", "backbone."),
-)
-"""Parts of the model's names, and alternatives in checkpoints."""
 _QUANTIZED = (
     "SCB", "qweight", "weight.absmax", "weight_packed", "weight_scale", "weight_scale_inv",
 )  # fmt: skip
 """Suffixes of tensors that belong to a quantized matrix."""
-_OF_GATE_AND_UP = 4
-"""Number of dims of experts' gate and up in graphs: [experts, 2, f, in]."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -119,14 +105,15 @@ class Weights(ABC):
         self._check_float(name)
         stored_name = self._find(name)
         if stored_name is not None:
-            self._check(name, stored_name, shape[::-1] if transposed else _stored(shape))
-            stored = ranges[::-1] if transposed and ranges else ranges
-            if _is_gate_and_up(shape):
-                tensor = self._gate_and_up(stored_name, shape, ranges)
-            else:
-                tensor = self._take(stored_name, stored)
+            # Biases of experts are [E, out], and [E, out, 1] in graphs.
+            is_bias = len(shape) > len(self.index[stored_name].shape)
+            as_stored = partial(_as_stored, transposed=transposed, is_bias=is_bias)
+            self._check(name, stored_name, as_stored(shape))
+            tensor = self._take(stored_name, as_stored(ranges) if ranges else None)
             if transposed:
-                tensor = tensor.t()
+                tensor = tensor.mT
+            if is_bias:
+                tensor = tensor.unsqueeze(-1)
             if out is None:
                 return tensor.to(device=device, dtype=dtype).contiguous()
             return out.copy_(tensor)
@@ -270,16 +257,13 @@ class Weights(ABC):
 
     def _names(self, name: str) -> Iterator[str]:
         prefix = f"{self.base_prefix}." if self.base_prefix else ""
-        names = [name]
+        yield name
         if prefix:
-            names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
-        yield from names
-        for word, other in _OTHER_NAMES:
-            yield from (name.replace(word, other) for name in names if word in name)
+            yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
 
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
-        if match is None or len(shape) not in (3, _OF_GATE_AND_UP):
+        if match is None or len(shape) != 3:
             return None
         for parts in _EXPERT_PARTS[match[2]]:
             names = [
@@ -291,15 +275,6 @@ class Weights(ABC):
                 return of_experts
         return None
 
-    def _gate_and_up(self, stored_name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
-        """Read experts' concatenated gate and up as [experts, 2, f, in]."""
-        if ranges is None:
-            return self._take(stored_name).view(shape)
-        experts, kinds, (start, stop), columns = ranges
-        firsts = [kind * shape[2] for kind in range(*kinds)]
-        of_kinds = [(experts, (first + start, first + stop), columns) for first in firsts]
-        return torch.stack([self._take(stored_name, of_kind) for of_kind in of_kinds], 1)
-
     def _fuse(
         self,
         name: str,
@@ -308,15 +283,18 @@ class Weights(ABC):
         dtype: torch.dtype,
         ranges: Ranges | None,
     ) -> Tensor:
+        """Join experts' separate matrices to [experts, out, in], or to a part of it."""
         ranges = tuple((0, size) for size in shape) if ranges is None else ranges
-        experts, *kinds, rows, columns = ranges
+        experts, (first, end), columns = ranges
         fused = torch.empty([stop - start for start, stop in ranges], dtype=dtype)
+        size = shape[1] // len(parts[0])
         for expert, names in zip(fused, parts[slice(*experts)], strict=True):
-            chosen = names[slice(*kinds[0])] if kinds else names
-            of_parts = expert if kinds else expert.chunk(len(names))
-            for into, part in zip(of_parts, chosen, strict=True):
-                self._check(name, part, (shape[-2] // (1 if kinds else len(names)), shape[-1]))
-                into.copy_(self._take(part, (rows, columns) if kinds or len(names) == 1 else None))
+            for place, part in enumerate(names):
+                self._check(name, part, (size, shape[2]))
+                start, stop = max(first, place * size), min(end, (place + 1) * size)
+                if start < stop:
+                    rows = (start - place * size, stop - place * size)
+                    expert[start - first : stop - first].copy_(self._take(part, (rows, columns)))
         return fused
 
     def _check(self, name: str, stored_name: str, shape: Shape) -> None:
@@ -357,57 +335,72 @@ class Weights(ABC):
 
 
 class Checkpoint(Weights):
-    """The safetensors files of a model."""
+    """The safetensors files of a model, by the model's names.
+
+    Args:
+        stored: each tensor's file and name in it.
+    """
 
     def __init__(
         self,
         index: Mapping[str, TensorInfo],
-        files: Mapping[str, Path],
+        stored: Mapping[str, tuple[Path, str]],
         base_prefix: str,
         source: ModelSource,
     ) -> None:
         super().__init__(index, base_prefix, source.config, source.name)
-        self._files = files
+        self._stored = stored
         self._handles: dict[Path, Any] = {}
 
     @classmethod
-    def open(cls, source: ModelSource, base_prefix: str = "") -> Checkpoint:
+    def open(
+        cls, source: ModelSource, base_prefix: str = "", renamings: Sequence[Sequence[str]] = ()
+    ) -> Checkpoint:
         """Read the headers. WeightsError: a damaged file, or a tensor in two files."""
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
-        files: dict[str, Path] = {}
+        stored: dict[str, tuple[Path, str]] = {}
         for file in source.weight_files:
-            for name, info in read_header(file, WeightsError).items():
-                if name in files:
-                    raise WeightsError(f"{name} is both in {files[name]} and in {file}; keep one")
-                index[name], files[name] = info, file
-        return cls(index, files, base_prefix, source)
+            for stored_name, info in read_header(file, WeightsError).items():
+                name = _renamed(stored_name, renamings)
+                if name in stored:
+                    other = stored[name][0]
+                    raise WeightsError(f"{name} is both in {other} and in {file}; keep one")
+                index[name], stored[name] = info, (file, stored_name)
+        return cls(index, stored, base_prefix, source)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        file = self._files[name]
+        file, stored_name = self._stored[name]
         try:
             if file not in self._handles:
                 self._handles[file] = safe_open(file, framework="pt")
             handle = self._handles[file]
             tensor: Tensor = (
-                handle.get_tensor(name)
+                handle.get_tensor(stored_name)
                 if ranges is None
-                else handle.get_slice(name)[slices_of(ranges)]
+                else handle.get_slice(stored_name)[slices_of(ranges)]
             )
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read at {name}: {error}") from error
+            raise WeightsError(f"{file} cannot be read at {stored_name}: {error}") from error
         return tensor
 
     def identity(self) -> str:
-        return identity_of(self._files.values())
+        return identity_of(file for file, _ in self._stored.values())
 
     def release(self) -> None:
         # A file stays mapped while a tensor is a view of it.
         self._handles.clear()
 
     def _place(self, name: str) -> str:
-        return str(self._files[name])
+        return str(self._stored[name][0])
+
+
+def _renamed(name: str, renamings: Sequence[Sequence[str]]) -> str:
+    """Return the model's name of a checkpoint's tensor."""
+    for pattern, replacement in renamings:
+        name = re.sub(pattern, replacement, name, count=1)
+    return name
 
 
 class RandomWeights:
@@ -478,15 +471,14 @@ def _machine() -> str:
         return platform.node()
 
 
-def _is_gate_and_up(shape: Shape) -> bool:
-    """Return whether a parameter is experts' gate and up projections, [experts, 2, f, h]."""
-    return len(shape) == _OF_GATE_AND_UP and shape[1] == len(("gate", "up"))
+_Sizes = TypeVar("_Sizes", Shape, Ranges)
 
 
-def _stored(shape: Shape) -> Shape:
-    if _is_gate_and_up(shape):
-        return shape[0], shape[1] * shape[2], shape[3]
-    return shape
+def _as_stored(sizes: _Sizes, *, transposed: bool, is_bias: bool) -> _Sizes:
+    """Return sizes or ranges of a tensor's dims as the checkpoint has them."""
+    if transposed:
+        return (*sizes[:-2], sizes[-1], sizes[-2])
+    return sizes[:-1] if is_bias else sizes
 
 
 def slices_of(ranges: Ranges) -> tuple[slice, ...]:

@@ -170,7 +170,7 @@ def serve_over_ranks(
             source.config, None, backend="torch", dtype=dtype, packed_weights=False
         )
         check_same_program(ranks, program)
-        checkpoint = open_weights(source, program.base_prefix)
+        checkpoint = open_weights(source, program)
         return program, checkpoint, Shards(program, checkpoint, place, ranks)
 
     if ranks.rank:
@@ -222,7 +222,7 @@ def layers_executor(
         quantization=quantization,
         packed_weights=False,
     )
-    return executor_of(program, open_weights(source, program.base_prefix), layers, device)
+    return executor_of(program, open_weights(source, program), layers, device)
 
 
 def executor_of(program: Program, source: Weights, layers: str, device: str | None) -> Executor:

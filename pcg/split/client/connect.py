@@ -470,7 +470,7 @@ def _cut(caller: Caller, arguments: ConnectArguments) -> tuple[CallPieces | None
 
 def _check_weights(program: Program, model: ModelSource, facts: BaseFacts) -> None:
     """Compare the client's files with the base's weights. SplitError: they differ."""
-    checkpoint = open_weights(model, program.base_prefix)
+    checkpoint = open_weights(model, program)
     store = WeightStore(program, checkpoint, torch.device("cpu"))
     difference = weights_difference(weight_digests(store), facts.digests)
     checkpoint.release()

@@ -26,6 +26,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint, Weights
 from pcg.source import ModelSource, resolve
+from pcg.trace.model_config import renamings_of
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.live_memory import peak_of
@@ -75,7 +76,7 @@ def test_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     source = resolve(tmp_path)
     assert len(source.weight_files) > 1
-    weights = Checkpoint.open(source, model.base_model_prefix)
+    weights = Checkpoint.open(source, model.base_model_prefix, renamings_of(model))
     assert len(weights.unused()) == len(weights.index)
     assert_same_weights(weights, model)
     assert weights.unused() == ()
@@ -200,8 +201,9 @@ def test_shapes_that_do_not_fit(saved: Path) -> None:
 
 
 def test_experts_that_do_not_fit(tmp_path: Path) -> None:
-    build("mixtral").save_pretrained(tmp_path)
-    weights = Checkpoint.open(resolve(tmp_path), "model")
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    weights = Checkpoint.open(resolve(tmp_path), "model", renamings_of(model))
     with pytest.raises(
         WeightsError, match=r"experts.0.w1.weight is \[32, 16\] .* wants \[40, 16\]"
     ):
