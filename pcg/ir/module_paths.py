@@ -29,6 +29,26 @@ EACH_LAYER = "layers.{layer}"
 """Path of a layer's attention, of any name, for adapters with a network per layer."""
 
 
+_OF_PARAMETER = ":"
+
+
+def parameter_path(source: str, experts: int) -> str:
+    """Return the path of a parameter that adapters adapt as such: module:parameter:experts.
+
+    Args:
+        source: the parameter's name in the model, with a leading dim for each expert if it has
+            several.
+    """
+    module, _, name = source.rpartition(".")
+    return _OF_PARAMETER.join((module, name, str(experts)))
+
+
+def parameter_of(path: str) -> tuple[str, int] | None:
+    """Return the name and the number of experts of a parameter's path; None for a module's path."""
+    module, *rest = path.split(_OF_PARAMETER)
+    return (f"{module}.{rest[0]}", int(rest[1])) if rest else None
+
+
 def layer_path(layer: int) -> str:
     """Return the path of a layer's attention."""
     return EACH_LAYER.format(layer=layer)

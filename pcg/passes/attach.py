@@ -23,9 +23,16 @@ import sympy
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
-from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path
+from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path, parameter_of
 from pcg.ir.operators.recurrent import state_types
-from pcg.ir.program.program import ModelGraph, computed_site, site_of, sites_of, token_embedding
+from pcg.ir.program.program import (
+    ModelGraph,
+    adapted_weight,
+    computed_site,
+    site_of,
+    sites_of,
+    token_embedding,
+)
 from pcg.ir.types import RANK, Size, tensor
 from pcg.peft.method import Bypass, Shape
 from pcg.peft.recipe import Recipe
@@ -298,7 +305,7 @@ class _Place:
         # Prefix of the names of the site's parameters in the graph.
         self._stem = self._node.scope
         if "{layer}" in self.site:
-            self._stem = self._node.inputs[1].removesuffix(".weight")
+            self._stem = (adapted_weight(self._node) or "").removesuffix(".weight")
 
     def attach(self, prompted: bool) -> str:
         """Add the node with its bypass networks; return the value that replaces its output.
@@ -315,7 +322,7 @@ class _Place:
             )
         site = EACH_LAYER if self._node.op == "attention" else self.site
         networks = at.get(site, ()) if site else ()
-        if networks and self._node.op == "linear":
+        if networks and self._node.op == "linear" and parameter_of(self.site) is None:
             self._require_plain()
         for bypass in networks:
             bypass.read(self)

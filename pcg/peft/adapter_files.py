@@ -6,6 +6,8 @@
     base_model.model.<module>.base_layer.weight  [out, in]   the base's own, with LoRA on a head
     base_model.model.<module>.weight             the base's own, by save_embedding_layers=True
     base_model.<name>                                    `ModuleWeights.shared_names`
+    base_model.model.<module>[.base_layer…].<part>           of a parameter of a module: peft wraps
+                                                         the module once for each, the first innermost
     <name>                                               `ModuleWeights.whole_keys`
 
 A crash or a full disk never leaves a partial adapter. The configuration's fields are those of the
@@ -22,7 +24,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,7 @@ from pcg.files import (
     verified,
     write_sums,
 )
+from pcg.ir.module_paths import parameter_of, parameter_path
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
@@ -103,7 +106,57 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None) -> Adapter
         for key, (module, copy) in tensors.copies.items():
             if is_base is None or not is_base(module, copy):
                 raise _unknown_key(file, key, recipe)
+        tensors.parts = _by_path(file, tensors.parts, recipe)
         return _of_weights(file, name, tensors, recipe, config)
+
+
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of modules named `experts` that adapters may adapt, in transformers' order."""
+
+
+def _parameters_of(module: str) -> tuple[str, ...]:
+    """Return the parameters of a module that an adapter may adapt as such."""
+    names = _OF_EXPERTS if module.rpartition(".")[2] == "experts" else ("weight",)
+    return tuple(f"{module}.{name}" for name in names)
+
+
+def _by_path(
+    file: Path, parts: Mapping[str, dict[str, Tensor]], recipe: Recipe
+) -> dict[str, dict[str, Tensor]]:
+    """Return a file's tensors by path, also those of parameters, whose modules are wrapped."""
+    wrapped: dict[str, list[str]] = {}
+    for module in sorted(parts, key=len):
+        wrapped.setdefault(module.replace(".base_layer", ""), []).append(module)
+    by_path: dict[str, dict[str, Tensor]] = {}
+    for module, wrappers in wrapped.items():
+        names = [name for name in _parameters_of(module) if recipe.adapts(name)]
+        if not names:
+            by_path |= {each: parts[each] for each in wrappers}
+            continue
+        if len(names) != len(wrappers):
+            raise AdapterError(
+                f"{file} has weights for {len(wrappers)} parameters of {module}, and {CONFIG} "
+                f"targets {', '.join(names)}; the two files are not of one save"
+            )
+        for name, wrapper in zip(reversed(names), wrappers, strict=True):
+            down = parts[wrapper].get("lora_A.weight")
+            rank = recipe.bypass_at(name).rank  # type: ignore[attr-defined]
+            by_path[parameter_path(name, 1 if down is None else len(down) // rank or 1)] = parts[
+                wrapper
+            ]
+    return by_path
+
+
+def _wrapper(path: str, paths: Collection[str]) -> str:
+    """Return the module of a path in a file's keys: a wrapper for each of its parameters."""
+    parameter = parameter_of(path)
+    if parameter is None:
+        return path
+    name, _ = parameter
+    module = name.rpartition(".")[0]
+    adapted = {other[0] for other in map(parameter_of, paths) if other is not None}
+    inside = [other for other in _parameters_of(module) if other in adapted]
+    return module + ".base_layer" * (len(inside) - 1 - inside.index(name))
 
 
 def _of_weights(
@@ -406,7 +459,7 @@ def _config_to_write(adapter: Adapter) -> dict[str, Any]:
     recipe = adapter.recipe
     targets = recipe.target_modules
     if targets is None or recipe.is_all_linear:
-        targets = sorted(adapter.weights)
+        targets = sorted(path for path in adapter.weights if parameter_of(path) is None)
     return recipe.config_fields(targets, adapter.base_model_name, adapter.extra)
 
 
@@ -415,7 +468,7 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
     for path, weights in adapter.weights.items():
         _check_bypass(adapter, path, weights)
         for suffix, tensor in weights.stored.items():
-            tensors[f"{PREFIX}{path}.{suffix}"] = tensor
+            tensors[f"{PREFIX}{_wrapper(path, adapter.weights)}.{suffix}"] = tensor
     for path, bias in adapter.biases.items():
         layer = ".base_layer" if path in adapter.weights else ""
         tensors[f"{PREFIX}{path}{layer}.bias"] = bias

@@ -14,6 +14,10 @@ and training treats the replaced length as a constant, as in peft.
     base_model.model.<module>.lora_B.bias        [out]   with lora_bias
     base_model.model.<module>.lora_magnitude_vector      [out]   with DoRA
 
+The weights of experts are parameters [E, out, in], which `target_parameters` names. Each expert has
+a pair of matrices of rank r: A is [E r, in], B is [out, r E], with the rows and columns of
+`pcg.ir.operators.experts`.
+
 Source: `LoraConfig`, `LoraLayer` and `DoraLinearLayer` of peft 0.21.2.
 """
 
@@ -25,10 +29,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
+from pcg.ir.module_paths import parameter_of
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
-from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe
+from pcg.peft.targets import FAMILY_TARGETS, PatternedRecipe, check_modules
 from pcg.peft.weights import (
     DOWN,
     SUMMAND,
@@ -65,12 +70,14 @@ class LoraBypass(Bypass):
         scale: the factor on the product.
         use_dora: True if magnitudes are trained, too.
         has_bias: True if B has a bias.
+        experts: number of experts that share the rank equally.
     """
 
     rank: int | None
     scale: float = 1.0
     use_dora: bool = False
     has_bias: bool = False
+    experts: int = 1
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
         assert self.rank is not None
@@ -79,7 +86,8 @@ class LoraBypass(Bypass):
 
     def __str__(self) -> str:
         extra = " and DoRA" * self.use_dora + " and lora_bias" * self.has_bias
-        return f"rank {self.rank} with scale {self.scale:g}{extra}"
+        experts = f" of {self.experts} experts together" * (self.experts > 1)
+        return f"rank {self.rank}{experts} with scale {self.scale:g}{extra}"
 
     def union(self, other: Self) -> Self:
         rank = max(self.rank or 0, other.rank or 0) or None
@@ -92,6 +100,10 @@ class LoraBypass(Bypass):
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
         a, b = at.adapter("lora_A", self.rank, in_), at.adapter("lora_B", out, self.rank)
+        if self.experts > 1:
+            x, indices = at.inputs[:2]
+            s = at.add("expert_shrink", "s", x, indices, a, experts=self.experts)
+            return at.add("expert_expand_add", "z", y, s, indices, b, experts=self.experts)
         x = at.dropped(keeps_dtype=self.use_dora)
         adapted = y
         if self.use_dora and x != at.inputs[0]:
@@ -133,6 +145,7 @@ class LoraWeights(LowRankWeights):
     Attributes:
         bias: B's bias (`lora_bias`), [out]; most adapters have none.
         magnitude: DoRA's magnitude, [out].
+        experts: number of experts that share the rank.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -148,6 +161,7 @@ class LoraWeights(LowRankWeights):
 
     bias: Tensor | None = None
     magnitude: Tensor | None = None
+    experts: int = 1
 
     @classmethod
     def fresh(
@@ -163,18 +177,29 @@ class LoraWeights(LowRankWeights):
         bound = 0.0 if recipe.init_lora_weights else rank**-0.5
         b = draw.uniform(bound, out, rank)
         bias = draw.uniform(bound, out) if recipe.lora_bias else None
-        fresh = cls(a, b, bypass.scale, bias)
+        fresh = cls(a, b, bypass.scale, bias, experts=bypass.experts)
         return fresh if not bypass.use_dora else replace(fresh, magnitude=fresh._norm(around))
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraConfig) -> Self:
         a, b = partners(path, parts, cls.suffixes[:2])
         vectors = parts.get("lora_B.bias"), parts.get(_MAGNITUDE)
-        return cls(a, b, recipe.bypass_at(path).scale, *vectors).checked(path, recipe)
+        bypass = recipe.bypass_at(path)
+        return cls(a, b, bypass.scale, *vectors, bypass.experts).checked(path, recipe)
 
     @property
     def bypass(self) -> LoraBypass:
-        return LoraBypass(self.rank, self.scale, self.magnitude is not None, self.bias is not None)
+        kinds = self.magnitude is not None, self.bias is not None
+        return LoraBypass(self.inner_size, self.scale, *kinds, self.experts)
+
+    @property
+    def rank(self) -> int:
+        # Tables of ranks do not hold LoRA on experts.
+        return self.inner_size if self.experts == 1 else 0
+
+    @property
+    def inner_size(self) -> int:
+        return len(self.a)
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
@@ -191,7 +216,7 @@ class LoraWeights(LowRankWeights):
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
         makers: dict[str, Callable[[Around], Tensor]] = {
-            "lora_A": lambda around: self.a,
+            "lora_A": lambda around: self._served_a(),
             "lora_B": lambda around: self.b.t() * self.scale,
         }
         bias, magnitude = self.bias, self.magnitude
@@ -200,6 +225,12 @@ class LoraWeights(LowRankWeights):
         if magnitude is not None:
             makers["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
         return makers
+
+    def _served_a(self) -> Tensor:
+        """Return A; that of experts in the order of B's columns, so that ranks can be padded."""
+        if self.experts == 1:
+            return self.a
+        return self.a.unflatten(0, (self.experts, -1)).transpose(0, 1).flatten(0, 1)
 
     def _norm(self, around: Around) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in the adapter's dtype."""
@@ -212,6 +243,25 @@ class LoraWeights(LowRankWeights):
         return length.to(self.a.device)
 
 
+_GATE_AND_UP = "gate_up_proj"
+_OF_MIXTRAL = {"gate": "gate.weight", "w1": _GATE_AND_UP, "w3": _GATE_AND_UP, "w2": "down_proj"}
+_OF_QWEN = {
+    "gate": "gate.weight",
+    "gate_proj": _GATE_AND_UP,
+    "up_proj": _GATE_AND_UP,
+    "down_proj": "down_proj",
+}
+_LIKE_QWEN = (
+    "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "sarvam_mla",
+    "solar_open",
+)  # fmt: skip
+_OLD_MODULES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _OF_MIXTRAL),
+    **dict.fromkeys(_LIKE_QWEN, _OF_QWEN),
+}
+"""model_type -> names of experts' and routers' modules, and the parameters that they became."""
 LORA_FIELDS: Mapping[str, OtherField] = {
     **OF_LAYERS,
     "alora_invocation_tokens": refused("activated LoRA"),
@@ -228,7 +278,6 @@ LORA_FIELDS: Mapping[str, OtherField] = {
     "monteclora_config": refused("MonteCLoRA"),
     "qalora_group_size": OtherField(16),  # of use_qalora
     "runtime_config": OtherField(is_written=False),  # of use_dora
-    "target_parameters": refused("LoRA on parameters, such as fused experts"),
     "trainable_token_indices": refused("trained token embeddings"),
     "use_bdlora": refused("block-diagonal LoRA"),
     "use_qalora": refused("QA-LoRA", False),
@@ -251,6 +300,8 @@ class LoraConfig(PatternedRecipe):
         use_rslora: use the scale alpha / √rank.
         use_dora: also train magnitudes (DoRA).
         lora_bias: give B a bias, which is scaled like B.
+        target_parameters: names of parameters to adapt, such as `mlp.experts.down_proj`: weights of
+            experts, and of routers.
         init_lora_weights: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B
             zero; False, both uniform; of a saved adapter also peft's other names.
     """
@@ -277,6 +328,7 @@ class LoraConfig(PatternedRecipe):
     use_dora: bool = False
     lora_bias: bool = False
     init_lora_weights: bool | str = saved_as("init", True)
+    target_parameters: Names | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -288,6 +340,15 @@ class LoraConfig(PatternedRecipe):
             raise AdapterError(f"lora_bias goes with init_lora_weights True or False, not {init!r}")
         if self.lora_bias and self.use_dora:
             raise AdapterError("lora_bias=True does not go with use_dora=True; set one to False")
+        check_modules("target_parameters", self.target_parameters)
+        if isinstance(self.target_parameters, str):
+            raise AdapterError(f"target_parameters={self.target_parameters!r}; use a list of names")
+        others = self.lora_dropout, self.lora_bias, self.use_dora
+        if self.target_parameters and any(others):
+            raise AdapterError(
+                "target_parameters does not go with lora_dropout, lora_bias or use_dora; leave "
+                "them out, or adapt modules alone"
+            )
 
     @property
     def title(self) -> str:
@@ -300,7 +361,46 @@ class LoraConfig(PatternedRecipe):
     def bypass_at(self, path: str) -> LoraBypass:
         rank, alpha = self.rank_and_alpha(path)
         scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
-        return LoraBypass(rank, scale, self.use_dora, self.lora_bias)
+        _, experts = parameter_of(path) or (path, 1)
+        return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts)
+
+    def for_model(self, paths: Names, output_layer: str | None, model_type: str | None) -> Self:
+        """Return the recipe with the targets that peft gives it for a model.
+
+        Names of experts' and routers' modules in old files become `target_parameters`, and so does
+        "all-linear"; gate and up, which are one parameter, have the ranks of both (peft 0.21.2,
+        `_convert_peft_config_moe`).
+        """
+        recipe = self.for_family(model_type)
+        names = _OLD_MODULES.get(model_type or "")
+        targets = recipe.target_modules
+        if names is None or all(parameter_of(path) is None for path in paths):
+            return recipe
+        if recipe.is_all_linear:
+            linear = (path for path in paths if parameter_of(path) is None)
+            targets = (*{p.rpartition(".")[2] for p in linear if p != output_layer}, *names)
+        if not isinstance(targets, tuple):
+            return recipe
+        parameters = {name: names.get(name.rpartition(".")[2]) for name in targets}
+        fused = [name for name, parameter in parameters.items() if parameter == _GATE_AND_UP]
+        if not any(parameters.values()):
+            return recipe
+        if len(fused) == 1:
+            raise AdapterError(
+                f"target_modules has {fused[0]!r}, and gate and up of experts are one parameter; "
+                "name both"
+            )
+        added = [name for name in dict.fromkeys(parameters.values()) if name is not None]
+        key = rf".*\.{_GATE_AND_UP}"
+        doubled = {key: 2} if fused else {}
+        return replace(
+            recipe,
+            target_modules=tuple(sorted({n for n in targets if parameters[n] is None})),
+            target_parameters=tuple(dict.fromkeys((*(recipe.target_parameters or ()), *added))),
+            rank_pattern=dict(recipe.rank_pattern) | {k: n * recipe.r for k, n in doubled.items()},
+            alpha_pattern=dict(recipe.alpha_pattern)
+            | {k: n * recipe.lora_alpha for k, n in doubled.items()},
+        )
 
     @classmethod
     def check_config(cls, config: Json, *, saved: bool, allowed: Names = ()) -> None:

@@ -188,6 +188,10 @@ class Recipe(ABC):
         """Return the bypass network of the linear module at `path`, or None."""
         return None
 
+    def adapts(self, parameter: str) -> bool:
+        """Return whether a parameter is adapted as such, and not as a module's weight."""
+        return False
+
     @abstractmethod
     def bypasses(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None

@@ -23,6 +23,7 @@ from pcg.ir.module_paths import (
     matches_end,
     matches_whole,
     name_list,
+    parameter_of,
 )
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import ALL_LINEAR, Names, Recipe
@@ -69,6 +70,11 @@ class TargetedRecipe(Recipe):
 
     target_modules: Names | str | None = None
 
+    @property
+    def target_parameters(self) -> Names | None:
+        """Names of parameters that are adapted as such, each matching paths as a module's does."""
+        return None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_targets(self)
@@ -82,11 +88,15 @@ class TargetedRecipe(Recipe):
             return None
         return recipe.bypass_at(path)
 
+    def adapts(self, parameter: str) -> bool:
+        return _matches(parameter, self.target_parameters or ())
+
     def bypasses(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
-        recipe = self.for_family(model_type)
-        recipe._check_names(paths)
+        recipe = self.for_model(paths, output_layer, model_type)
+        recipe._check_names(tuple(path for path in paths if parameter_of(path) is None))
+        recipe._check_parameters(paths)
         every = {path: recipe.bypass(path, output_layer) for path in paths}
         adapted = {path: bypass for path, bypass in every.items() if bypass is not None}
         if not adapted:
@@ -95,7 +105,7 @@ class TargetedRecipe(Recipe):
                 f"{recipe.exclude_modules!r} and layers_to_transform={recipe.layers_to_transform} "
                 f"leave none of the {len(paths)} linear modules; {name_list(paths)}"
             )
-        recipe._check_layers(paths)
+        recipe._check_layers([path for path in paths if parameter_of(path) is None])
         for name in recipe.patterns:
             _check_pattern(name, getattr(recipe, name), adapted)
         return adapted
@@ -133,6 +143,10 @@ class TargetedRecipe(Recipe):
         targets = self._usual("target_modules", self.family_targets, model_type)
         return dataclasses.replace(self, target_modules=targets)
 
+    def for_model(self, paths: Names, output_layer: str | None, model_type: str | None) -> Self:
+        """Return the recipe with targets for a model; the arguments are those of `bypasses`."""
+        return self.for_family(model_type)
+
     @staticmethod
     def _usual(name: str, usual: Mapping[str, Names], model_type: str | None) -> Names:
         if model_type is None or model_type not in usual:
@@ -150,13 +164,14 @@ class TargetedRecipe(Recipe):
 
         The names are last components of paths if those select the same of `paths`, else paths.
         """
-        recipe = self.for_family(model_type)
+        recipe = self.for_model(paths, output_layer, model_type)
         if not recipe.is_all_linear:
             return recipe
-        adapted = list(recipe.bypasses(paths, output_layer))
+        adapted = [p for p in recipe.bypasses(paths, output_layer) if parameter_of(p) is None]
         names = tuple(sorted({path.rpartition(".")[2] for path in adapted}))
         short = dataclasses.replace(recipe, target_modules=names)
-        selected = [path for path in paths if short.bypass(path) is not None]
+        modules = (path for path in paths if parameter_of(path) is None)
+        selected = [path for path in modules if short.bypass(path) is not None]
         # A number names a list's entry: layers as well as linear modules.
         if selected == adapted and not any(name.isdigit() for name in names):
             return short
@@ -165,6 +180,8 @@ class TargetedRecipe(Recipe):
     # --------------------------------------------------------------------------------- matching
 
     def _wants(self, path: str, output_layer: str | None) -> bool:
+        if (parameter := parameter_of(path)) is not None:
+            return self.adapts(parameter[0])
         targets = () if self.target_modules is None else self.target_modules
         if self.is_all_linear:
             return path != output_layer
@@ -173,7 +190,7 @@ class TargetedRecipe(Recipe):
         return ends_in(path, targets) and self._layer(path) in self.layers_to_transform
 
     def _is_excluded(self, path: str) -> bool:
-        return _matches(path, self.exclude_modules or ())
+        return parameter_of(path) is None and _matches(path, self.exclude_modules or ())
 
     def _layer(self, path: str) -> int | None:
         """Return the index of the module's layer: the first number, not that of an expert."""
@@ -201,6 +218,16 @@ class TargetedRecipe(Recipe):
                 raise AdapterError(
                     f"target_modules has {name!r}, which no linear module is named"
                     f"{did_you_mean(name, paths)}; {name_list(paths)}"
+                )
+
+    def _check_parameters(self, paths: Names) -> None:
+        parameters = [each[0] for path in paths if (each := parameter_of(path)) is not None]
+        for name in self.target_parameters or ():
+            if not any(_matches(path, (name,)) for path in parameters):
+                raise AdapterError(
+                    f"target_parameters has {name!r}, and pcg adapts weights of experts and of "
+                    f"routers as parameters{did_you_mean(name, parameters)}; "
+                    f"{name_list(parameters)}"
                 )
 
     def _check_layers(self, paths: Names) -> None:
@@ -262,8 +289,9 @@ class PatternedRecipe(LayeredRecipe):
         return getattr(self, self.alpha_field)  # type: ignore[no-any-return]
 
     def rank_and_alpha(self, path: str) -> tuple[int, float]:
-        rank = first_match(self.rank_pattern, path, getattr(self, self.rank_field))
-        return rank, first_match(self.alpha_pattern, path, self._alpha)
+        name, _ = parameter_of(path) or (path, 1)
+        rank = first_match(self.rank_pattern, name, getattr(self, self.rank_field))
+        return rank, first_match(self.alpha_pattern, name, self._alpha)
 
 
 def _matches(path: str, targets: Names | str) -> bool:
@@ -343,7 +371,8 @@ def _check_targets(recipe: TargetedRecipe) -> None:
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:
     """Raise an error for a key that matches no adapted module; peft only warns."""
     for pattern in patterns:
-        if not any(matches_end(pattern, path) for path in adapted):
+        names = [(parameter_of(path) or (path,))[0] for path in adapted]
+        if not any(matches_end(pattern, path) for path in names):
             raise AdapterError(
                 f"{name} has {pattern!r}, which matches none of the {len(adapted)} adapted modules"
                 f"{did_you_mean(pattern, adapted)}; {name_list(adapted)}"

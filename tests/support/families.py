@@ -203,8 +203,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("cohere", "cohere", _of(_LLAMA, logit_scale=0.5), _QV),
     Family("cohere-qk_norm", "cohere", _of(_LLAMA, use_qk_norm=True), _QV),
     Family("olmo2", "olmo2", _LLAMA, _QV),
-    Family("mixtral", "mixtral", _of(_LLAMA, num_local_experts=4), _QV, linear=_QKVO),
-    Family("qwen3_moe", "qwen3_moe", _of(_LLAMA, **_EXPERTS), _QV, extra=True, linear=_QKVO),
+    Family("mixtral", "mixtral", _of(_LLAMA, num_local_experts=4), _QV),
+    Family("qwen3_moe", "qwen3_moe", _of(_LLAMA, **_EXPERTS), _QV, extra=True),
     Family(
         "lfm2",
         "lfm2",
@@ -313,14 +313,12 @@ FAMILIES: tuple[Family, ...] = (
             head_dim=16,
         ),
         _QV,
-        linear=_QKVO,
     ),
     Family(
         "ernie4_5_moe",
         "ernie4_5_moe",
         _of(_LLAMA, moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
         _QV,
-        linear=_QKVO,
         extra=True,
     ),
     Family(
@@ -328,7 +326,6 @@ FAMILIES: tuple[Family, ...] = (
         "minimax_m2",
         _of(_LLAMA, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rotary_dim=8),
         _QV,
-        linear=_QKVO,
         extra=True,
     ),
     Family("stablelm", "stablelm", _LLAMA),

@@ -342,6 +342,38 @@ def concat_cases() -> list[Case]:
     ]
 
 
+EXPERTS = 7
+
+
+def expert_matrices(kind: str, matrix: Tensor, indices: Tensor) -> Tensor:
+    """The A [r, in] or B [out, r] of each token's experts, of matrices as peft stores them."""
+    if kind == "a":
+        return matrix.reshape(EXPERTS, -1, matrix.shape[1])[indices]
+    return matrix.reshape(matrix.shape[0], -1, EXPERTS).permute(2, 0, 1)[indices]
+
+
+def lora_of_experts_cases() -> list[Case]:
+    def shrink(rows: Tensor, indices: Tensor, a: Tensor) -> Tensor:
+        each = rows if rows.dim() == 3 else rows.unsqueeze(1)
+        return (expert_matrices("a", a, indices) @ each.unsqueeze(-1)).squeeze(-1)
+
+    def expand(y: Tensor, s: Tensor, indices: Tensor, b: Tensor) -> Tensor:
+        product = expert_matrices("b", b, indices) @ s.unsqueeze(-1)
+        return y + SCALE * product.squeeze(-1)
+
+    cases = []
+    indices, number = x(2, dtype="i64", needs=False), {"experts": EXPERTS}
+    a, b = weight(3 * EXPERTS, 4, role="adapter"), weight(5, 3 * EXPERTS, role="adapter")
+    for needs in ((True, True), (True, False), (False, True)):
+        down, up = (dataclasses.replace(matrix, needs=needs[1]) for matrix in (a, b))
+        for rows in ((), (2,)):
+            operands = (x(*rows, 4, needs=needs[0]), indices, down)
+            cases.append(Case("expert_shrink", operands, number, shrink))
+        operands = (x(2, 5), x(2, 3, needs=needs[0]), indices, up)
+        cases.append(Case("expert_expand_add", operands, number, expand))
+    return cases
+
+
 def linear_cases() -> list[Case]:
     a, b = weight(2, 4, role="adapter"), weight(3, 2, role="adapter")
     bias, base = weight(4, role="adapter"), weight(4)
@@ -363,6 +395,7 @@ def linear_cases() -> list[Case]:
             pairs = zip(expand_operands, some, strict=True)
             chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
             cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    cases += lora_of_experts_cases()
     vector = weight(4, role="adapter")
     for needs in ((True, True), (False, True), (True, False)):
         operands = (x(4, needs=needs[0]), dataclasses.replace(vector, needs=needs[1]))
@@ -508,6 +541,11 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "column_norm",
         "expand_add",
         "expand_backward",
+        "expert_expand_add",
+        "expert_expand_backward",
+        "expert_scaled_outer",
+        "expert_shrink",
+        "expert_shrink_backward",
         "khatri_rao",
         "khatri_rao_backward",
         "scale",

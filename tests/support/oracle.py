@@ -79,11 +79,16 @@ def with_adapter(
 
 def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
     """The adapter's parameters by pcg's name: the module's path, and lora_A or lora_B."""
-    return {
-        name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
-        for name, parameter in wrapped.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = {}
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            path, _, kind = name.removesuffix(".default.weight").rpartition(".")
+            module = wrapped.get_submodule(path)
+            if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+                path = path.replace(".base_layer", "")
+                path += f":{module.parameter_name}:{module.num_experts}"
+            parameters[f"{path.removeprefix('base_model.model.')}.{kind}"] = parameter
+    return parameters
 
 
 def copy_lora(adapter: Any, wrapped: Any) -> None:

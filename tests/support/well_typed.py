@@ -545,6 +545,30 @@ def expert_linear(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, x, indices, weight, *bias)
 
 
+def lora_of_experts(make: Maker, op: str) -> Sequence[str]:
+    top_k, experts, size_in, out, rank = make.sizes(5)
+    lead = (top_k,) if make.coin() else ()
+    x, y, s = (
+        make.of(dtype, TOKENS, *shape)
+        for dtype, shape in (
+            ("bf16", (*lead, size_in)),
+            ("bf16", (top_k, out)),
+            ("f32", (top_k, rank)),
+        )
+    )
+    indices = make.of("i64", TOKENS, top_k)
+    a, b = make.of("f32", experts * rank, size_in), make.of("f32", out, rank * experts)
+    inputs = {
+        "expert_shrink": (x, indices, a),
+        "expert_shrink_backward": (s, indices, a),
+        "expert_outer": (s, indices, x),
+        "expert_expand_add": (y, s, indices, b),
+        "expert_expand_backward": (y, indices, b),
+        "expert_scaled_outer": (y, indices, s, b),
+    }
+    return make.add(op, *inputs[op], experts=experts)
+
+
 def take_along(make: Maker, op: str) -> Sequence[str]:
     (extra,) = make.sizes(1)
     k = make.draw(st.integers(1, extra))
@@ -726,6 +750,13 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "expert_linear": expert_linear,
     "expert_linear_backward": expert_linear,
+    **dict.fromkeys(
+        (
+            *("expert_shrink", "expert_shrink_backward", "expert_outer"),
+            *("expert_expand_add", "expert_expand_backward", "expert_scaled_outer"),
+        ),
+        lora_of_experts,
+    ),
     **dict.fromkeys(("asked_inner", "inner"), inner),
     "linear": linear,
     "base_piece": base_piece,

@@ -4,6 +4,11 @@
 
 Rows stay in the order of the tokens; kernels group them by expert. A mixture is two such operators
 with a gate between them, weighted by the router and summed over j.
+
+LoRA on experts has a pair of matrices for each expert, in peft's layout: rows e r + i of A [E r, in]
+and columns i E + e of B [out, r E] are those of expert e (peft 0.21.2, `ParamWrapper`).
+
+    s[t, j] = A[e] x[t]                  z[t, j] = y[t, j] + scale · B[e] s[t, j]
 """
 
 from __future__ import annotations
@@ -14,14 +19,32 @@ import sympy
 
 from pcg.errors import TypeCheckError
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
-from pcg.ir.operators.base import Aligned, Attributes, Gradient, Operator, Types
-from pcg.ir.types import TensorType
+from pcg.ir.operators.base import (
+    COUNT,
+    Aligned,
+    Attributes,
+    Gradient,
+    Operator,
+    Types,
+    cast_bytes,
+    declared,
+)
+from pcg.ir.types import Size, TensorType
 
 
 def _chosen_by(indices: TensorType, rows: TensorType) -> bool:
     """Return whether indices [T, k] fit rows [T, in], or [T, k, in]."""
     fits = len(indices.dims) == 2 and indices.is_token_wise and not indices.is_float
     return fits and rows.shape[:-1] in (indices.shape[:1], indices.shape)
+
+
+def _rows_bytes(*types: TensorType) -> sympy.Expr:
+    """Return the bytes of an expert's rows of some tensors [T, n] or [T, k, n].
+
+    In the worst case all tokens choose the same expert.
+    """
+    sizes = (type_.size_bytes / type_.elements * type_.shape[-1] for type_ in types)
+    return sympy.Add(*sizes) * types[0].shape[0]
 
 
 class OfExperts(Operator):
@@ -42,9 +65,7 @@ class OfExperts(Operator):
         return 2 * inputs[1].elements * inputs[2].elements / inputs[2].shape[0]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        # The rows of an expert and their product; in the worst case all tokens choose the same.
-        widths = inputs[0].shape[-1] + outputs[0].shape[-1]
-        return widths * inputs[0].size_bytes / inputs[0].elements * inputs[1].shape[0]
+        return _rows_bytes(inputs[0], outputs[0])
 
 
 class ExpertLinear(OfExperts):
@@ -102,3 +123,186 @@ class ExpertLinearBackward(OfExperts):
         if not fits or weight.is_token_wise or weight.shape[1] != dy.shape[-1]:
             raise TypeCheckError(f"gradient {dy} does not fit weight {weight} of {indices}")
         return (dy.with_shape((*indices.shape, weight.shape[2])),)
+
+
+class OfExpertLora(Operator):
+    """A product by the LoRA of experts; `experts` is their number."""
+
+    attributes = declared(experts=COUNT)
+    template = "K.{name}({inputs}, experts={experts})"
+    is_product = True
+    counts_on_host = True
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        rows = next(type_ for type_ in inputs if not type_.is_float)
+        matrix = max((*inputs, *outputs), key=lambda type_: not type_.is_token_wise)
+        return 2 * rows.elements * matrix.elements / attributes["experts"]
+
+
+def _rank(size: Size, experts: int) -> Size:
+    """Return the rank of an expert's matrices; open ranks of serving stay."""
+    if not isinstance(size, int):
+        return size
+    if size % experts:
+        raise TypeCheckError(f"{experts} experts do not share {size} ranks equally")
+    return size // experts
+
+
+class ExpertShrink(OfExpertLora):
+    """s[t, j] = A[e] x[t], in A's dtype: `x: [T, in]` or `[T, k, in]`, `indices: [T, k]`.
+
+    `A: [E r, in]` gives `[T, k, r]`.
+    """
+
+    name = "expert_shrink"
+    inputs = (3, 3)
+    linear_in = ((0,), (2,))
+    constant_in = (1,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, indices, weight = types
+        fits = _chosen_by(indices, x) and len(weight.dims) == 2
+        if not fits or weight.shape[-1] != x.shape[-1]:
+            raise TypeCheckError(f"expert_shrink of {x} by {weight}, of experts {indices}")
+        rank = _rank(weight.shape[0], attributes["experts"])
+        return (weight.with_shape((*indices.shape, rank)),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        x, dtype = inputs[0], outputs[0].dtype
+        return cast_bytes(x, dtype) + _rows_bytes(x.with_dtype(dtype), outputs[0])
+
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        yield sharding(partitioned(-1), REPLICATED, partitioned(-1), PRE_REDUCE)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        dx, da, experts = None, None, context.attributes["experts"]
+        indices, x = context.input(1), context.input_type(0)
+        if context.needs[0]:
+            arguments = (context.incoming, indices, context.input(2))
+            dx = context.add("expert_shrink_backward", *arguments, experts=experts)
+            if len(x.dims) == 2:
+                dx = context.add("sum", dx, dim=-2, keepdim=False)
+            dx = context.cast(dx, x.dtype)
+        if context.needs[2]:
+            arguments = (context.incoming, indices, context.input(0))
+            da = context.add("expert_outer", *arguments, experts=experts)
+        return [dx, None, da]
+
+
+class ExpertShrinkBackward(OfExpertLora):
+    """dx[t, j] = A[e]ᵀ ds[t, j]: `ds: [T, k, r]`, `indices: [T, k]`, `A: [E r, in]`."""
+
+    name = "expert_shrink_backward"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        ds, indices, weight = types
+        rank = _rank(weight.shape[0], attributes["experts"])
+        if not _chosen_by(indices, ds) or ds.shape[-1] != rank:
+            raise TypeCheckError(f"gradient {ds} does not fit {weight}, of experts {indices}")
+        return (ds.with_shape((*indices.shape, weight.shape[-1])),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _rows_bytes(inputs[0], outputs[0])
+
+
+class ExpertOuter(OfExpertLora):
+    """dA[e] = Σ ds[t, j] x[t]ᵀ over the choices of e: `ds: [T, k, r]`, `indices: [T, k]`, x.
+
+    `x: [T, in]` or `[T, k, in]` gives `[E r, in]`.
+    """
+
+    name = "expert_outer"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        ds, indices, x = types
+        if not (_chosen_by(indices, ds) and _chosen_by(indices, x)) or len(ds.dims) != 3:
+            raise TypeCheckError(f"expert_outer of {ds} and {x}, of experts {indices}")
+        return (ds.with_shape((attributes["experts"] * ds.shape[-1], x.shape[-1])),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        ds, _, x = inputs
+        rows = x.with_dtype(ds.dtype)
+        return _rows_bytes(ds, rows) + (_rows_bytes(x) if x.dtype != ds.dtype else 0)
+
+
+class ExpertExpandAdd(OfExpertLora):
+    """z[t, j] = y[t, j] + scale · B[e] s[t, j], in y's dtype: `y: [T, k, out]`, `s: [T, k, r]`.
+
+    `indices: [T, k]`, `B: [out, r E]`.
+    """
+
+    name = "expert_expand_add"
+    inputs = (4, 4)
+    linear_in = ((0, 1), (0, 3))
+    constant_in = (2,)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, s, indices, weight = types
+        shapes = (*indices.shape, weight.shape[0]), (*indices.shape,)
+        rank = _rank(weight.shape[-1], attributes["experts"])
+        if (y.shape, (*s.shape[:-1],)) != shapes or s.shape[-1] != rank:
+            raise TypeCheckError(
+                f"expert_expand_add of {s} by {weight} onto {y}, of experts {indices}"
+            )
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        yield (-1, 0, 0, -2), (-1,)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        y, s = inputs[:2]
+        rows = _rows_bytes(s, y.with_dtype(s.dtype))
+        if y.dtype == s.dtype:
+            return rows
+        return cast_bytes(y, s.dtype) + sympy.Max(0, rows - y.size_bytes)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        ds, db, experts = None, None, context.attributes["experts"]
+        dz, indices, weight = context.incoming, context.input(2), context.input(3)
+        if context.needs[1]:
+            ds = context.add("expert_expand_backward", dz, indices, weight, experts=experts)
+        if context.needs[3]:
+            arguments = (dz, indices, context.input(1), weight)
+            db = context.add("expert_scaled_outer", *arguments, experts=experts)
+        return [dz if context.needs[0] else None, ds, None, db]
+
+
+class ExpertExpandBackward(OfExpertLora):
+    """ds[t, j] = scale · B[e]ᵀ dz[t, j], in B's dtype: `dz: [T, k, out]`, `B: [out, r E]`."""
+
+    name = "expert_expand_backward"
+    inputs = (3, 3)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, indices, weight = types
+        if not _chosen_by(indices, dz) or dz.shape[-1] != weight.shape[0]:
+            raise TypeCheckError(f"gradient {dz} does not fit {weight}, of experts {indices}")
+        rank = _rank(weight.shape[-1], attributes["experts"])
+        return (weight.with_shape((*indices.shape, rank)),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        dz, dtype = inputs[0], outputs[0].dtype
+        return cast_bytes(dz, dtype) + _rows_bytes(dz.with_dtype(dtype), outputs[0])
+
+
+class ExpertScaledOuter(OfExpertLora):
+    """dB[e] = scale · Σ dz[t, j] s[t, j]ᵀ over the choices of e, in B's layout `[out, r E]`."""
+
+    name = "expert_scaled_outer"
+    inputs = (4, 4)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dz, indices, s, weight = types
+        fits = _chosen_by(indices, dz) and _chosen_by(indices, s)
+        if not fits or weight.shape != (dz.shape[-1], s.shape[-1] * attributes["experts"]):
+            raise TypeCheckError(f"expert_scaled_outer of {dz} and {s}, of experts {indices}")
+        return (weight.with_dtype(s.dtype),)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        dz, _, s, _ = inputs
+        rows = _rows_bytes(dz.with_dtype(s.dtype), s)
+        rows += _rows_bytes(dz) if dz.dtype != s.dtype else 0
+        return sympy.Max(rows, outputs[0].size_bytes)

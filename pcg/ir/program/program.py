@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph, Node, Parameter
-from pcg.ir.module_paths import WHOLE_MODEL, layer_path
+from pcg.ir.module_paths import WHOLE_MODEL, layer_path, parameter_path
 from pcg.ir.operators import operator
 from pcg.options import CompileOptions
 
@@ -155,14 +155,16 @@ def site_of(graph: Graph, node: Node) -> str | None:
     """Return the site of a linear node, where a bypass network may attach; None for other nodes.
 
     A tied head has its own module's site, not that of the embedding with the same weight; likewise
-    a module of a layer with another layer's weight. A module that selects experts by its product is
-    a router, which peft does not treat as a linear module.
+    a module of a layer with another layer's weight. The weights of experts are parameters of their
+    own, and so is that of a router, a module that selects experts by its product: peft does not
+    treat them as linear modules.
     """
-    if not _is_module(graph, node):
-        return None
-    parameter = graph.parameters_by_name.get(node.inputs[1])
+    parameter = graph.parameters_by_name.get(adapted_weight(node) or "")
     if parameter is None or parameter.role != "frozen":
         return None
+    if not _is_module(graph, node):
+        *experts, _, _ = parameter.type.features
+        return parameter_path(parameter.source, *(experts or (1,)))
     path = parameter.source.removesuffix(".weight")
     tied = re.fullmatch(rf"(.+)\.\d+\.{re.escape(node.scope)}", path)
     if tied:
@@ -182,6 +184,12 @@ def computed_site(graph: Graph, node: Node) -> str | None:
     return None if prefix is None else f"{prefix}{{layer}}.{node.scope}"
 
 
+def adapted_weight(node: Node) -> str | None:
+    """Return the weight of a linear node, of experts too; None for other nodes."""
+    place = {"linear": 1, "expert_linear": 2}.get(node.op)
+    return None if place is None else node.inputs[place]
+
+
 def _is_module(graph: Graph, node: Node) -> bool:
     if node.op != "linear":
         return False
@@ -189,12 +197,12 @@ def _is_module(graph: Graph, node: Node) -> bool:
 
 
 def sites_of(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of every linear operator of a graph by site."""
+    """Return (out, in) of every linear operator of a graph by site, of each expert's too."""
     sites: dict[str, tuple[int, int]] = {}
     for node in graph.nodes:
         site = site_of(graph, node) or computed_site(graph, node)
         if site is not None:
-            out, in_ = graph.types[node.inputs[1]].features
+            *_, out, in_ = graph.types[adapted_weight(node) or ""].features
             sites[site] = (out, in_)
     return sites
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pcg.kernels.batch import Segments
+from pcg.kernels.torch.lora import as_weight
 
 
 def expert_linear(x: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,6 +28,116 @@ def expert_linear_backward(dy: Tensor, indices: Tensor, weight: Tensor) -> Tenso
     for expert, places in _chosen(indices, weight.shape[0]):
         dx[places] = _rows(dy, indices, places) @ weight[expert]
     return dx.view(*indices.shape, -1)
+
+
+# ------------------------------------------------------------------------------- LoRA on experts
+
+
+def expert_shrink(x: Tensor, indices: Tensor, a: Any, *, experts: int) -> Any:
+    """Return A[e] x, [T, k, r], in A's dtype; in serving of the segments' tokens; see the operator.
+
+    None if no token of the batch has an adapter at the site; a tuple for several widths.
+    """
+    if a is None:
+        return None
+    if isinstance(a, tuple):
+        return tuple(expert_shrink(x, indices, of_width, experts=experts) for of_width in a)
+    a = as_weight(a)
+    x = x.to(a.weight.dtype)
+    if a.segments is None:
+        return expert_linear(x, indices, a.weight.unflatten(0, (experts, -1)))
+    part, chosen = x[a.segments.start : a.segments.stop], _of_adapters(indices, a.segments, experts)
+    ranks = a.weight[..., : _unpadded(a.weight.shape[2], experts)]
+    return _by_adapters(part, chosen, ranks.unflatten(2, (-1, experts)))
+
+
+def expert_expand_add(y: Tensor, s: Any, indices: Tensor, b: Any, *, experts: int) -> Tensor:
+    """Return y + scale · B[e] s, [T, k, out], in y's dtype; may be written over y."""
+    if s is None or b is None:
+        return y
+    if isinstance(b, tuple):
+        for of_width, b_of_width in zip(s, b, strict=True):
+            y = expert_expand_add(y, of_width, indices, b_of_width, experts=experts)
+        return y
+    b = as_weight(b)
+    if b.segments is None:
+        z = expert_linear(s, indices, _by_expert(b.weight, experts)).mul_(b.scale)
+        return z.add_(y).to(y.dtype)
+    chosen = _of_adapters(indices, b.segments, experts)
+    ranks = b.weight[:, : _unpadded(b.weight.shape[1], experts)].unflatten(1, (-1, experts))
+    y[b.segments.start : b.segments.stop] += _by_adapters(s, chosen, ranks.transpose(2, 3))
+    return y
+
+
+def expert_shrink_backward(ds: Tensor, indices: Tensor, a: Any, *, experts: int) -> Tensor:
+    """Return ds A[e], [T, k, in]."""
+    return expert_linear_backward(ds, indices, as_weight(a).weight.unflatten(0, (experts, -1)))
+
+
+def expert_expand_backward(dz: Tensor, indices: Tensor, b: Any, *, experts: int) -> Tensor:
+    """Return scale · dz B[e], [T, k, r], in B's dtype."""
+    b = as_weight(b)
+    dz = dz.to(b.weight.dtype)
+    return expert_linear_backward(dz, indices, _by_expert(b.weight, experts)).mul_(b.scale)
+
+
+def expert_outer(ds: Tensor, indices: Tensor, x: Tensor, *, experts: int) -> Tensor:
+    """Return dA [E r, in]: the sums of ds xᵀ over each expert's choices."""
+    da = ds.new_zeros(experts, ds.shape[-1], x.shape[-1])
+    for expert, places in _chosen(indices, experts):
+        # Without names, so that an expert's rows are freed before the next one's are taken.
+        da[expert] = ds.flatten(0, 1)[places].t() @ _rows(x, indices, places).to(ds.dtype)
+    return da.flatten(0, 1)
+
+
+def expert_scaled_outer(
+    dz: Tensor, indices: Tensor, s: Tensor, b: Any, *, experts: int
+) -> Tensor:
+    """Return dB [out, r E]: scale times the sums of dz sᵀ over each expert's choices."""
+    db = s.new_zeros(experts, dz.shape[-1], s.shape[-1])
+    for expert, places in _chosen(indices, experts):
+        db[expert] = dz.flatten(0, 1)[places].to(s.dtype).t() @ s.flatten(0, 1)[places]
+    return db.permute(1, 2, 0).flatten(1).mul_(as_weight(b).scale)
+
+
+def _by_expert(b: Tensor, experts: int) -> Tensor:
+    """View B [out, r E] as [E, out, r]."""
+    return b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _by_adapters(x: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+    """Return [T, k, out]: each token by the experts that it chose of its adapter.
+
+    Args:
+        indices: choices among the experts of all adapters, an adapter after another.
+        weight: [adapters, in, out, E].
+    """
+    adapters, _, out, experts = weight.shape
+    y = x.new_empty(indices.numel(), out)
+    for place, choices in _chosen(indices, adapters * experts):
+        adapter, expert = divmod(place, experts)
+        y[choices] = _rows(x, indices, choices) @ weight[adapter, :, :, expert]
+    return y.view(*indices.shape, -1)
+
+
+def _unpadded(size: int, experts: int) -> int:
+    """Return the size of a stack's ranks, of all experts together, without padding."""
+    return size // experts * experts
+
+
+def _of_adapters(indices: Tensor, segments: Segments, experts: int) -> Tensor:
+    """Return the segments' choices among the experts of all adapters, an adapter after another."""
+    before: tuple[Segments, Tensor] | None = getattr(indices, "pcg_adapters", None)
+    if before is None or before[0] is not segments:
+        sizes = torch.tensor(segments.sizes, device=indices.device)
+        first = torch.arange(len(sizes), device=indices.device).mul_(experts)
+        first = first.repeat_interleave(sizes, output_size=segments.stop - segments.start)
+        before = segments, indices[segments.start : segments.stop] + first.unsqueeze(1)
+        indices.pcg_adapters = before  # type: ignore[attr-defined]
+    return before[1]
+
+
+# ----------------------------------------------------------------------------------------- groups
 
 
 def _rows(x: Tensor, indices: Tensor, places: Tensor) -> Tensor:

@@ -67,7 +67,16 @@ from pcg.kernels.torch.lora import (
     vera_up,
     vera_up_backward,
 )
-from pcg.kernels.torch.experts import expert_linear, expert_linear_backward
+from pcg.kernels.torch.experts import (
+    expert_expand_add,
+    expert_expand_backward,
+    expert_linear,
+    expert_linear_backward,
+    expert_outer,
+    expert_scaled_outer,
+    expert_shrink,
+    expert_shrink_backward,
+)
 from pcg.kernels.torch.lossy import (
     dequantize_fp8,
     dequantize_int8,

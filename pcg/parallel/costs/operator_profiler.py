@@ -229,6 +229,19 @@ def _vectors(width: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:
     yield Case("without_virtual", (x,), {})
 
 
+def _lora_of_experts(x: TensorType, rank: int, dtype: str) -> Iterator[Case]:
+    size, (experts, indices) = x.shape[-1], (8, tensor("i64", TOKENS, 2))
+    y, s = tensor(x.dtype, TOKENS, 2, size), tensor(dtype, TOKENS, 2, rank)
+    down, up = tensor(dtype, experts * rank, size), tensor(dtype, size, rank * experts)
+    number: Attributes = {"experts": experts}
+    yield Case("expert_shrink", (x, indices, down), number, (2,))
+    yield Case("expert_shrink_backward", (s, indices, down), number, (2,))
+    yield Case("expert_outer", (s, indices, x), number)
+    yield Case("expert_expand_add", (y, s, indices, up), number, (3,))
+    yield Case("expert_expand_backward", (y, indices, up), number, (2,))
+    yield Case("expert_scaled_outer", (y, indices, s, up), number, (3,))
+
+
 def _low_rank(width: int, rank: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:
     s = _flat(adapter_dtype, rank)
     for size in (width, 4 * width):
@@ -243,6 +256,7 @@ def _low_rank(width: int, rank: int, dtype: str, adapter_dtype: str) -> Iterator
         for op in OPERATORS.values():
             for measured in op.measured(size, rank, adapter_dtype):
                 yield Case(op.name, *measured)
+        yield from _lora_of_experts(x, rank, adapter_dtype)
         a, b = tensor(adapter_dtype, rank, size), tensor(adapter_dtype, width, rank)
         yield Case("column_norm", (tensor(dtype, width, size), a, b), {}, (1, 2))
     for function in ("gelu", "gelu_new", "relu", "silu", "tanh"):

@@ -88,7 +88,7 @@ class _Splitter:
         if node is None or len(node.outputs) > 1:
             return None
         output = node.output.type
-        if node.op != "expert_linear" and output.is_token_wise and len(output.dims) != 2:
+        if not node.op.startswith("expert_") and output.is_token_wise and len(output.dims) != 2:
             return None
         types = tuple(self.graph.types[other] for other in node.inputs)
         dims = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))

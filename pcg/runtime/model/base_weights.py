@@ -26,7 +26,7 @@ from torch import Tensor
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.operators.linear import multiplied
-from pcg.ir.program.program import ModelGraph, Program, python_name, site_of
+from pcg.ir.program.program import ModelGraph, Program, adapted_weight, python_name, site_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_pool
 from pcg.kernels.torch.products import (
@@ -415,7 +415,7 @@ class _Linear(Mapping[str, Tensor]):
             for node in graph.nodes:
                 site = site_of(graph, node)
                 if site is not None:
-                    parameter = graph.parameters_by_name[node.inputs[1]]
+                    parameter = graph.parameters_by_name[adapted_weight(node) or ""]
                     name = parameter.source.format(layer=layer)
                     self._parameters[site.format(layer=layer)] = (name, parameter)
 
