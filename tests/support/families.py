@@ -45,6 +45,7 @@ class Family:
         per_layer: fields that hold one entry a layer, made from the number of layers.
         excluded: linear modules that an adapter on all-linear leaves out.
         linear: every linear module, as peft names them; its "all-linear" takes experts, too.
+        parameters: parameters that an adapter on all-linear adapts, too, for lack of peft's names.
         extra: a variant whose numbers are checked with 2 layers in the slow run only.
     """
 
@@ -56,6 +57,7 @@ class Family:
     per_layer: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     extra: bool = False
+    parameters: tuple[str, ...] = ()
     linear: str | tuple[str, ...] = "all-linear"
 
     def config(self, layers: int, **changes: Any) -> dict[str, Any]:
@@ -95,7 +97,6 @@ _SCALED_ROPE = {
 }
 _MIXED = {"layer_types": _alternate("sliding_attention", "full_attention")}
 _QV = ("q_proj", "v_proj")
-_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPT = {
     "hidden_size": 64,
     "ffn_dim": 96,
@@ -297,7 +298,7 @@ FAMILIES: tuple[Family, ...] = (
             sliding_window=WINDOW,
         ),
         _QV,
-        linear=_QKVO,
+        parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "router.weight"),
     ),
     Family(
         "glm4_moe",

@@ -57,6 +57,7 @@ def with_adapter(
     *,
     rank: int,
     excluded: Sequence[str] = (),
+    parameters: Sequence[str] = (),
     seed: int = 1,
     copied: bool = True,
 ) -> Any:
@@ -66,6 +67,7 @@ def with_adapter(
         lora_alpha=2 * rank,
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=list(excluded) or None,
+        target_parameters=list(parameters) or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():

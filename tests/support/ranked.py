@@ -45,7 +45,13 @@ def recipes(family: Family) -> dict[str, Any]:
     """`a` on every linear module, `b` of a rank that no degree divides on the usual ones."""
     excluded = tuple(family.excluded) or None
     return {
-        "a": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=excluded),
+        "a": LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules="all-linear",
+            target_parameters=family.parameters or None,
+            exclude_modules=excluded,
+        ),
         "b": LoraConfig(r=3, lora_alpha=6, target_modules=family.usual_targets),
     }
 
