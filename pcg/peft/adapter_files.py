@@ -6,8 +6,8 @@
     base_model.model.<module>.base_layer.weight  [out, in]   the base's own, with LoRA on a head
     base_model.model.<module>.weight             the base's own, by save_embedding_layers=True
     base_model.<name>                                    `ModuleWeights.shared_names`
-    base_model.model.<module>[.base_layer…].<part>           of a parameter of a module: peft wraps
-                                                         the module once for each, the first innermost
+    base_model.model.<module>[.base_layer…].<part>       of a parameter of a module: peft wraps the
+                                                         module once for each, inside out
     <name>                                               `ModuleWeights.whole_keys`
 
 A crash or a full disk never leaves a partial adapter. The configuration's fields are those of the

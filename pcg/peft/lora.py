@@ -230,7 +230,8 @@ class LoraWeights(LowRankWeights):
         """Return A; that of experts in the order of B's columns, so that ranks can be padded."""
         if self.experts == 1:
             return self.a
-        return self.a.unflatten(0, (self.experts, -1)).transpose(0, 1).flatten(0, 1)
+        by_expert: Tensor = self.a.unflatten(0, (self.experts, -1))
+        return by_expert.transpose(0, 1).flatten(0, 1)
 
     def _norm(self, around: Around) -> Tensor:
         """Return ||W + scale · B A|| of each output, [out], in the adapter's dtype."""
@@ -328,7 +329,7 @@ class LoraConfig(PatternedRecipe):
     use_dora: bool = False
     lora_bias: bool = False
     init_lora_weights: bool | str = saved_as("init", True)
-    target_parameters: Names | None = None  # type: ignore[assignment]
+    target_parameters: Names | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,7 +74,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     base = oracle.random_model(family.config(layers))
     wrapped = {
         "all": oracle.with_adapter(
-            base, family.linear, rank=4, excluded=family.excluded, parameters=family.parameters
+            base, "all-linear", rank=4, excluded=family.excluded, parameters=family.parameters
         ),
         "usual": oracle.with_adapter(base, family.usual_targets, rank=3, seed=2),
     }

@@ -239,7 +239,9 @@ def frozen_experts(monkeypatch):
 @pytest.mark.usefixtures("frozen_experts")
 def test_a_model_that_is_not_finetuned_serves():
     config = {**resolve("mistralai/Mixtral-8x7B-v0.1").config, "num_hidden_layers": 2}
-    with pytest.raises(UnsupportedError, match="pcg does not finetune it: operator 'expert_linear'"):
+    with pytest.raises(
+        UnsupportedError, match="pcg does not finetune it: operator 'expert_linear'"
+    ):
         pcg.plan(config, workload="train:1x64", gpus=["H100"], tp=[1])
     plan = pcg.plan(config, workload="serve:1req/s", gpus=["H100"], tp=[1])
     assert plan.chosen.is_kept

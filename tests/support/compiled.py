@@ -47,7 +47,5 @@ def executor(model: Any, peft: Any = None, *, device: str = "cpu", **options: An
         weights: Any = StateDictCheckpoint(model.state_dict(keep_vars=True), made.base_prefix)
         return compiler.make_executor(made, weights, peft, None, device)
     directory = Path(model)
-    weights = Checkpoint.open(
-        resolve(directory, weights=True), made.base_prefix, made.renamings
-    )
+    weights = Checkpoint.open(resolve(directory, weights=True), made.base_prefix, made.renamings)
     return compiler.make_executor(made, weights, peft, directory, device)

@@ -44,7 +44,6 @@ class Family:
         layers_field: name of the number of layers.
         per_layer: fields that hold one entry a layer, made from the number of layers.
         excluded: linear modules that an adapter on all-linear leaves out.
-        linear: every linear module, as peft names them; its "all-linear" takes experts, too.
         parameters: parameters that an adapter on all-linear adapts, too, for lack of peft's names.
         extra: a variant whose numbers are checked with 2 layers in the slow run only.
     """
@@ -58,7 +57,6 @@ class Family:
     excluded: tuple[str, ...] = ()
     extra: bool = False
     parameters: tuple[str, ...] = ()
-    linear: str | tuple[str, ...] = "all-linear"
 
     def config(self, layers: int, **changes: Any) -> dict[str, Any]:
         """Its config.json."""

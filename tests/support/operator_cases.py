@@ -271,7 +271,9 @@ def shape_cases() -> list[Case]:
         Case("topk", (x(6),), {"k": 2}, reference=lambda values: values.topk(2).values),
         Case("take_along", (x(7), x(3, dtype="i64", needs=False))),
         *(
-            Case("expert_linear", (x(*rows, 4), x(2, dtype="i64", needs=False), weight(7, 3, 4), *b))
+            Case(
+                "expert_linear", (x(*rows, 4), x(2, dtype="i64", needs=False), weight(7, 3, 4), *b)
+            )
             for rows in ((), (2,))
             for b in ((), (weight(7, 3, 1),))
         ),

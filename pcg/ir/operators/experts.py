@@ -5,8 +5,8 @@
 Rows stay in the order of the tokens; kernels group them by expert. A mixture is two such operators
 with a gate between them, weighted by the router and summed over j.
 
-LoRA on experts has a pair of matrices for each expert, in peft's layout: rows e r + i of A [E r, in]
-and columns i E + e of B [out, r E] are those of expert e (peft 0.21.2, `ParamWrapper`).
+LoRA on experts has a pair of matrices for each expert, in peft's layout: rows e r + i of A
+[E r, in] and columns i E + e of B [out, r E] are those of expert e (peft 0.21.2, `ParamWrapper`).
 
     s[t, j] = A[e] x[t]                  z[t, j] = y[t, j] + scale · B[e] s[t, j]
 """

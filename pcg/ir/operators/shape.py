@@ -415,5 +415,5 @@ class TakeAlongBackward(Operator):
     inputs = (2, 2)
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
-        _check_places(*types, attributes["size"])
+        _check_places(types[0], types[1], attributes["size"])
         return (types[0].with_shape((*types[0].shape[:-1], attributes["size"])),)

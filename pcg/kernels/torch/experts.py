@@ -90,19 +90,19 @@ def expert_outer(ds: Tensor, indices: Tensor, x: Tensor, *, experts: int) -> Ten
     return da.flatten(0, 1)
 
 
-def expert_scaled_outer(
-    dz: Tensor, indices: Tensor, s: Tensor, b: Any, *, experts: int
-) -> Tensor:
+def expert_scaled_outer(dz: Tensor, indices: Tensor, s: Tensor, b: Any, *, experts: int) -> Tensor:
     """Return dB [out, r E]: scale times the sums of dz sᵀ over each expert's choices."""
     db = s.new_zeros(experts, dz.shape[-1], s.shape[-1])
     for expert, places in _chosen(indices, experts):
         db[expert] = dz.flatten(0, 1)[places].to(s.dtype).t() @ s.flatten(0, 1)[places]
-    return db.permute(1, 2, 0).flatten(1).mul_(as_weight(b).scale)
+    joined: Tensor = db.permute(1, 2, 0).flatten(1)
+    return joined.mul_(as_weight(b).scale)
 
 
 def _by_expert(b: Tensor, experts: int) -> Tensor:
     """View B [out, r E] as [E, out, r]."""
-    return b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    by_rank: Tensor = b.unflatten(1, (-1, experts))
+    return by_rank.permute(2, 0, 1)
 
 
 def _by_adapters(x: Tensor, indices: Tensor, weight: Tensor) -> Tensor:

@@ -45,6 +45,16 @@ from pcg.kernels.torch.collectives import (
     placed_part,
     reduce_scatter,
 )
+from pcg.kernels.torch.experts import (
+    expert_expand_add,
+    expert_expand_backward,
+    expert_linear,
+    expert_linear_backward,
+    expert_outer,
+    expert_scaled_outer,
+    expert_shrink,
+    expert_shrink_backward,
+)
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.lora import (
     add_lora,
@@ -66,16 +76,6 @@ from pcg.kernels.torch.lora import (
     vera_down,
     vera_up,
     vera_up_backward,
-)
-from pcg.kernels.torch.experts import (
-    expert_expand_add,
-    expert_expand_backward,
-    expert_linear,
-    expert_linear_backward,
-    expert_outer,
-    expert_scaled_outer,
-    expert_shrink,
-    expert_shrink_backward,
 )
 from pcg.kernels.torch.lossy import (
     dequantize_fp8,
