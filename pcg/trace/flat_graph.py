@@ -57,6 +57,18 @@ class FlatValue:
         return replace(self, name=name)
 
 
+@dataclass(frozen=True)
+class Unwritten(FlatValue):
+    """A new tensor without content, parts of which are written one after another.
+
+    Attributes:
+        parts: the first and the end of each written range of a feature dim, the dim, and the flat
+            value there.
+    """
+
+    parts: tuple[tuple[int, int, int, str], ...] = ()
+
+
 class _TraceBuilder(Builder):
     """Keeps values that the model computes twice, as eager PyTorch saves them twice for backward.
 

@@ -18,6 +18,7 @@ from pcg.trace.elementwise_rules import Rule, binary, broadcast, unary
 from pcg.trace.flat_graph import (
     FlatGraph,
     FlatValue,
+    Unwritten,
     argument,
     dtype_of,
     refusal,
@@ -101,7 +102,7 @@ def copy(flat: FlatGraph, node: Node) -> FlatValue:
     if ("t" in x.tags) != ("t" in source.tags):
         raise refusal(node, "it writes the same for all tokens")
     source = _expanded(flat, node, source)
-    return source.named(flat.cast(source.name, flat.builder.types[x.name].dtype))
+    return source.named(flat.cast(source.name, dtype_of(node.meta["val"])))
 
 
 def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
@@ -173,6 +174,8 @@ def slice_(flat: FlatGraph, node: Node) -> FlatValue:
         return x
     if size is None or x.tags[dim] != "d":
         raise refusal(node, "it takes some of the tokens")
+    if isinstance(x, Unwritten):
+        return replace(x, shape=traced_shape(node))
     return _sliced(flat, x, dim, *slice(start, stop, step).indices(size))
 
 
@@ -205,6 +208,8 @@ def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
         raise refusal(node, "it writes some of the tokens")
     places = slice(argument(node, 3), argument(node, 4), argument(node, 5, 1))
     start, stop, step = places.indices(x.shape[dim] or 0)
+    if isinstance(x, Unwritten):
+        return _written(flat, node, x, (start, stop, dim, source.name))
     if step == 1:
         return _placed(flat, x, source.name, dim, start, stop)
     last = len(range(start, stop, step)) - 1
@@ -221,6 +226,28 @@ def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
         body = flat.reshaped(joined, x.tags, shape)
         entries = flat.add("concat", body.name, entries, dim=x.feature_dim(dim))
     return _placed(flat, x, entries, dim, start, start + last * step + 1)
+
+
+def new_empty(flat: FlatGraph, node: Node) -> FlatValue:
+    shape = traced_shape(node)
+    if None not in shape:
+        raise refusal(node, "it makes a tensor without content")
+    tags = "".join("t" if size is None else "d" for size in shape)
+    return Unwritten("", "b" + tags[1:] if shape[0] == 1 else tags, shape)
+
+
+def _written(
+    flat: FlatGraph, node: Node, x: Unwritten, part: tuple[int, int, int, str]
+) -> FlatValue:
+    """Return a new tensor with another written part; a plain value as soon as nothing is left."""
+    parts = tuple(sorted((*x.parts, part)))
+    starts, stops, dims, names = zip(*parts, strict=True)
+    if len(set(dims)) > 1 or any(a != b for a, b in zip(starts[1:], stops, strict=False)):
+        return replace(x, parts=parts)
+    if (starts[0], stops[-1]) != (0, x.shape[dims[0]]):
+        return replace(x, parts=parts)
+    name = flat.add("concat", *names, dim=x.feature_dim(dims[0]))
+    return FlatValue(name, x.tags, x.shape)
 
 
 def _in_blocks(flat: FlatGraph, x: FlatValue, dim: int, size: int) -> FlatValue:
@@ -344,9 +371,10 @@ def linear(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def _product(flat: FlatGraph, node: Node, x: FlatValue, *weights: str) -> FlatValue:
-    if x.tags[-1:] != "d" or x.tags.count("d") != 1:
+    if x.tags[-1:] != "d" or prod(x.features[:-1]) != 1:
         raise refusal(node, f"its input has feature dims {list(x.features)}, not one")
-    return FlatValue(flat.add("linear", x.name, *weights), x.tags, traced_shape(node))
+    name = flat.add("linear", flat.reshape(x.name, x.features[-1:]), *weights)
+    return flat.reshaped(name, x.tags, traced_shape(node))
 
 
 def addmm(flat: FlatGraph, node: Node) -> FlatValue:
@@ -514,6 +542,7 @@ _ATEN: Mapping[str, Rule] = {
     "rms_norm": rms_norm,
     "linear": linear,
     "mean": reduction("mean"),
+    "new_empty": new_empty,
     "numpy_T": reverse,
     "permute": permute,
     "pow": elementwise.power,

@@ -123,7 +123,13 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "n_recurrent_layers": 4,
         "num_hidden_layers": 8,
     },
-    "dots3_note_text": {"num_key_value_heads": 4},
+    **dict.fromkeys(
+        (
+            *("axk1", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite"),
+            *("bailing_hybrid", "kimi_linear", "minicpm3", "sarvam_mla", "youtu"),
+        ),
+        {"num_key_value_heads": 4},  # a latent vector is expanded to all heads
+    ),
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 8,
