@@ -380,6 +380,7 @@ class AdaLoraConfig(LayeredRecipe):
         "alpha_pattern": refused("alphas of modules", {}),
         "lora_bias": refused("a bias on B", False),
         "r": note(8),  # init_r is the rank; peft ignores r
+        "target_parameters": refused("AdaLoRA on parameters, such as experts"),
         "use_dora": refused("DoRA", False),
         "use_rslora": refused("rank-stabilised scales", False),
     }

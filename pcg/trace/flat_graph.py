@@ -123,10 +123,13 @@ class FlatGraph:
         """Return the value of a traced argument; arguments other than nodes stay."""
         return self.values[argument] if isinstance(argument, Node) else argument
 
-    def tensor(self, argument: Any) -> FlatValue:
+    def tensor(self, argument: Any, *, is_new: bool = False) -> FlatValue:
+        """Return the value of a traced tensor; `is_new` if it may have no content yet."""
         value = self.value(argument)
         if not isinstance(value, FlatValue):
             raise TypeCheckError(f"{argument} is no tensor")
+        if isinstance(value, Unwritten) and not is_new:
+            raise TypeCheckError(f"{argument} is read before all of it is written")
         return value
 
     def add(self, op: str, *inputs: str, **attributes: Any) -> str:

@@ -96,8 +96,8 @@ def expand(flat: FlatGraph, node: Node) -> FlatValue:
 
 def copy(flat: FlatGraph, node: Node) -> FlatValue:
     """Cast and broadcast a source to its destination."""
-    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
-    if not x.name:  # an empty slice
+    x, source = flat.tensor(node.args[0], is_new=True), flat.tensor(node.args[1])
+    if not x.name and not isinstance(x, Unwritten):  # an empty slice
         return x
     if ("t" in x.tags) != ("t" in source.tags):
         raise refusal(node, "it writes the same for all tokens")
@@ -162,7 +162,7 @@ def stack(flat: FlatGraph, node: Node) -> FlatValue:
 
 
 def slice_(flat: FlatGraph, node: Node) -> FlatValue:
-    x = flat.tensor(node.args[0])
+    x = flat.tensor(node.args[0], is_new=True)
     dim = int(argument(node, 1) or 0)
     start, stop, step = argument(node, 2, 0), argument(node, 3), argument(node, 4, 1)
     size = x.shape[dim]
@@ -202,7 +202,7 @@ def _sliced(
 
 def slice_scatter(flat: FlatGraph, node: Node) -> FlatValue:
     """Replace entries start, start + step, … of a dim, before stop."""
-    x, source = flat.tensor(node.args[0]), flat.tensor(node.args[1])
+    x, source = flat.tensor(node.args[0], is_new=True), flat.tensor(node.args[1])
     dim = int(argument(node, 2, 0)) % len(x.tags)
     if x.tags[dim] != "d":
         raise refusal(node, "it writes some of the tokens")

@@ -165,7 +165,9 @@ def test_a_mixture_of_experts_says_what_it_counts():
     report = pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora)
     assert report.parameters["base"] == 46_702_792_704
     stages = {stage.stage: stage.bytes for stage in report.activations}
-    assert report.memory_bytes["activations"] == stages["compressed"] < stages["eager"] / 4
+    assert report.memory_bytes["activations"] == stages["compressed"] < 0.65 * stages["eager"]
+    least = pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora, memory_budget=0.0)
+    assert least.memory_bytes["activations"] < stages["eager"] / 4
     assert {"block_0.topk_indices", "block_0.div"} <= {one.tensor for one in report.saved}
     at_other = at(report.formulas["activations"], 3, 2000)
     other = pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora, batch=3, seq=2000)

@@ -36,7 +36,6 @@ def test_recipes_from_everything() -> None:
     [
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [0]}, "trainable_token_indices"),
-        ({"target_parameters": ["x"]}, "target_parameters"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"megatron_config": {"a": 1}}, "megatron_config"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),

@@ -103,7 +103,13 @@ def small_config(kind: str, layers: int, draw: random.Random | None = None) -> d
     return {"model_type": kind, **fields}
 
 
+_LATENT = (
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite",
+    "kimi_linear", "minicpm3", "sarvam_mla", "youtu",
+)  # fmt: skip
 _OF_KIND: Mapping[str, Mapping[str, Any]] = {
+    # Latent vectors are expanded to all heads.
+    **{kind: {"num_key_value_heads": 4} for kind in _LATENT},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -123,13 +129,6 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "n_recurrent_layers": 4,
         "num_hidden_layers": 8,
     },
-    **dict.fromkeys(
-        (
-            *("axk1", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite"),
-            *("bailing_hybrid", "kimi_linear", "minicpm3", "sarvam_mla", "youtu"),
-        ),
-        {"num_key_value_heads": 4},  # a latent vector is expanded to all heads
-    ),
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 8,

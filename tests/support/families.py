@@ -229,11 +229,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "qwen3_next",
         "qwen3_next",
-        _of(_LLAMA, **_DELTA),
+        _of(_LLAMA, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=48),
         ("in_proj_qkvz", "in_proj_ba", "q_proj"),
-        per_layer={**_LINEAR_THEN_FULL, "mlp_only_layers": lambda layers: list(range(layers))},
+        per_layer=_LINEAR_THEN_FULL,
         extra=True,
-        linear=("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
     ),
     Family(
         "mamba2",

@@ -247,7 +247,10 @@ def test_experts_trace_fold_and_raise(config: dict[str, Any]) -> None:
         "v_proj",
         "o_proj",
         "lm_head",
-    }  # and not the router
+        "gate:weight:1",
+        "experts:gate_up_proj:4",
+        "experts:down_proj:4",
+    }
     assert counts["rms_norm"] == (2 if config is MIXTRAL else 4)
     assert (counts["expert_linear"], counts["topk"], counts["softmax"]) == (2, 1, 1)
     assert (counts["rope"], counts["attention"]) == (2, 1)
