@@ -41,8 +41,11 @@ Shape = tuple[int, ...]
 # The separate tensors of experts for a fused parameter, in order of output features.
 _EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
+_JOINED = {".conv1d.weight": (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")}
+"""Ends of names of tensors that checkpoints may store in parts, a range of rows each."""
 _QUANTIZED = (
     "SCB", "qweight", "weight.absmax", "weight_packed", "weight_scale", "weight_scale_inv",
 )  # fmt: skip
@@ -118,9 +121,10 @@ class Weights(ABC):
                 return tensor.to(device=device, dtype=dtype).contiguous()
             return out.copy_(tensor)
         parts = self._expert_parts(name, shape)
-        if parts is None:
-            raise WeightsError(self._missing(name))
-        fused = self._fuse(name, parts, shape, dtype, ranges)
+        if parts is not None:
+            fused = self._fuse(name, parts, shape, dtype, ranges)
+        else:
+            fused = self._join(name, shape, ranges).to(dtype)
         return fused.to(device) if out is None else out.copy_(fused)
 
     def shared(
@@ -262,7 +266,7 @@ class Weights(ABC):
             yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
 
     def _expert_parts(self, name: str, shape: Shape) -> list[list[str]] | None:
-        match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
+        match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|up_proj|down_proj)", name)
         if match is None or len(shape) != 3:
             return None
         for parts in _EXPERT_PARTS[match[2]]:
@@ -274,6 +278,19 @@ class Weights(ABC):
             if all(len(expert) == len(parts) for expert in of_experts):
                 return of_experts
         return None
+
+    def _join(self, name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
+        """Return a tensor from its parts, ranges of rows in order."""
+        end = next((end for end in _JOINED if name.endswith(end)), None)
+        ends = () if end is None else _JOINED[end]
+        found = [self._find(name.removesuffix(end or "") + part) for part in ends]
+        parts = [self._take(part) for part in found if part is not None]
+        if not parts or len(parts) < len(ends) or any(p.shape[1:] != shape[1:] for p in parts):
+            raise WeightsError(self._missing(name))
+        joined = torch.cat(parts)
+        if joined.shape != shape:
+            raise WeightsError(f"the parts of {name} are {list(joined.shape)}, not {list(shape)}")
+        return joined if ranges is None else joined[slices_of(ranges)]
 
     def _fuse(
         self,
