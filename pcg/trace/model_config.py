@@ -75,6 +75,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "two attentions in one layer",
         "the KV cache has one entry for each layer and token",
+        fields=r'"zero_expert_num": \d',
     ),
     Cause(
         "sparse attention",
@@ -82,9 +83,9 @@ CAUSES: tuple[Cause, ...] = (
         fields=r'"index_topk(_blocks)?": [1-9]|"attention_type": "block_sparse"|"lsh"',
     ),
     Cause(
-        "multi-head latent attention",
-        "keys and values are expanded from a latent vector that the cache would hold",
-        fields=r'"kv_lora_rank": [1-9]',
+        "rotation by complex numbers",
+        "pcg rotates by cosines and sines",
+        fields=r'"model_type": "deepseek_v2"',
     ),
     Cause(
         "chunked attention",
@@ -94,19 +95,9 @@ CAUSES: tuple[Cause, ...] = (
     INPUTS_PER_LAYER,
     Cause(
         "experts in another form",
-        "pcg's experts are down(silu(gate) * up), without biases",
+        "pcg takes experts of transformers' common interface",
         fields=r'"moe_num_experts": [1-9].*"moe_top_k"',
-        refusal=r"its experts have biases|takes experts that are down|experts\.router",
-    ),
-    Cause(
-        "expert routing by groups",
-        "experts are chosen within the best groups; pcg's routers go by scores alone",
-        fields=r'"topk_group": [1-9]',
-    ),
-    Cause(
-        "expert routing by corrected scores",
-        "experts are chosen by corrected scores and weighted by plain ones",
-        refusal=r"aten\.gather\.default in \S*(gate|router)",
+        refusal=r"experts\.router",
     ),
     Cause(
         "another recurrence",
