@@ -125,7 +125,7 @@ def _by_path(
 ) -> dict[str, dict[str, Tensor]]:
     """Return a file's tensors by path, also those of parameters, whose modules are wrapped."""
     wrapped: dict[str, list[str]] = {}
-    for module in sorted(parts, key=len):
+    for module in parts:
         wrapped.setdefault(module.replace(".base_layer", ""), []).append(module)
     by_path: dict[str, dict[str, Tensor]] = {}
     for module, wrappers in wrapped.items():
@@ -138,7 +138,7 @@ def _by_path(
                 f"{file} has weights for {len(wrappers)} parameters of {module}, and {CONFIG} "
                 f"targets {', '.join(names)}; the two files are not of one save"
             )
-        for name, wrapper in zip(reversed(names), wrappers, strict=True):
+        for name, wrapper in zip(reversed(names), sorted(wrappers, key=len), strict=True):
             down = parts[wrapper].get("lora_A.weight")
             rank = recipe.bypass_at(name).rank  # type: ignore[attr-defined]
             by_path[parameter_path(name, 1 if down is None else len(down) // rank or 1)] = parts[

@@ -229,7 +229,7 @@ def alone(node: Node, graph: Graph) -> Graph:
 
 # ------------------------------------------------------------------------- passes, text and folders
 
-MANIFEST = Manifest(1, {}, "llama", "f32", "model.", None, {}, {}, {})
+MANIFEST = Manifest(1, {}, "llama", "f32", "model.", None, {}, {}, [], {})
 
 
 @cache
