@@ -71,13 +71,13 @@ class Fp8(Format):
         if not is_whole or x.dtype is torch.float32 or not len(x) or not multiplies(x.device):
             super().linear(parts, x, y, start, stop)
             return
-        codes, one = parts["codes"][start:stop].t(), x.new_ones((), dtype=torch.float32)
+        codes, unscaled = parts["codes"][start:stop].t(), x.new_ones((), dtype=torch.float32)
         rest = x.to(torch.float32)
         total: Tensor | float = 0.0
         for _ in range(2):
             steps = rest.abs().amax(1, keepdim=True).div_(_MOST).clamp_(min=_TINY)
             rounded = (rest / steps).to(torch.float8_e4m3fn)
-            part = torch._scaled_mm(rounded, codes, one, one, out_dtype=torch.float32)
+            part = torch._scaled_mm(rounded, codes, unscaled, unscaled, out_dtype=torch.float32)
             total = total + part * steps
             rest = rest - rounded.to(torch.float32) * steps
         y.copy_(total * parts["scales"][start:stop].t())

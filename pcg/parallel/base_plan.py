@@ -26,6 +26,7 @@ import sympy
 from pcg.errors import ParallelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.layouts import REPLICATED, Layout, partitioned
+from pcg.ir.program.program import adapted_weight
 from pcg.options import STYLES
 
 COLUMN, ROW = partitioned(-2), partitioned(-1)
@@ -172,6 +173,5 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
 
 
 def _frozen_weight(graph: Graph, node: Node) -> str | None:
-    place = {"linear": 1, "expert_linear": 2}.get(node.op)
-    parameter = graph.parameters_by_name.get(node.inputs[place]) if place else None
+    parameter = graph.parameters_by_name.get(adapted_weight(node) or "")
     return parameter.name if parameter is not None and parameter.role == "frozen" else None

@@ -61,7 +61,10 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
             if not is_row and not any(o.dim for o in outputs):
                 is_row = None
             names = tuple(node.name for node in nodes)
-            sites.append(BypassSite(at.scope or at.name, names, tuple(weights), is_row))
+            place = at.scope or at.name
+            if at.op == "expert_expand_add":  # a module of experts has several parameters
+                place = next(iter(weights)).removesuffix(".lora_A").removesuffix(".T")
+            sites.append(BypassSite(place, names, tuple(weights), is_row))
     return tuple(sites)
 
 

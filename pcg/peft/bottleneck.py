@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 
 ATTENTION_OUTPUTS = (
     "self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "attn.out_proj", "attention.dense",
-    "self_attention.dense",
+    "self_attention.dense", "conv.out_proj", "linear_attn.out_proj",
 )  # fmt: skip
 MLP_OUTPUTS = (
     "mlp.down_proj", "mlp.c_proj", "mlp.fc_out", "mlp.dense_4h_to_h", "ffn.down_proj", "fc2",
+    "feed_forward.w2",
 )  # fmt: skip
-MLP_INPUTS = ("up_proj", "gate_up_proj", "c_fc", "fc_in", "dense_h_to_4h", "fc1")
+MLP_INPUTS = ("up_proj", "gate_up_proj", "c_fc", "fc_in", "dense_h_to_4h", "fc1", "w1")
 """Modules that read the MLP's input; another module computes its output."""
 
 VARIANTS = {

@@ -173,6 +173,9 @@ def test_a_mixture_of_experts_says_what_it_counts():
     other = pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora, batch=3, seq=2000)
     assert at_other == other.memory_bytes["activations"]
     one, two = (report, pcg.explain("mistralai/Mixtral-8x7B-v0.1", lora, tp=2))
+    every = pcg.explain("mistralai/Mixtral-8x7B-v0.1", "lora", tp=2).parallel["bypass"]
+    sites = [choice["site"] for choice in every]
+    assert len(sites) == len(set(sites)) == 7  # with the router and both parameters of experts
     # The router and the norms are whole on each rank; all else, the experts among it, is halved.
     whole = 32 * (8 * 4096 + 2 * 4096) * 2 + 4096 * 2 + 4 * 64
     weights = [each.memory_bytes["weights"] for each in (one, two)]

@@ -315,6 +315,8 @@ def remove(name: str) -> Callable[[Path], None]:
         (set_field(format=FORMAT + 1), rf"of format {FORMAT + 1}, written by pcg .*; update pcg"),
         (set_field(format="1"), r"has \"format\": '1'"),
         (set_field(recipes=None), r'"recipes" is damaged'),
+        (set_field(renamings=[["a"]]), r'"renamings" is damaged'),
+        (set_field(renamings=[["(", "b"]]), r'"renamings" is damaged'),
         (set_field(surprise=1), r'has "surprise", which no manifest has'),
         (set_field(files={}), r"names no base.pcg"),
         (set_field(files={"../x": "00"}), r"names '../x', which is no file of it"),

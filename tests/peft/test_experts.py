@@ -22,11 +22,9 @@ from tests.support.prompts import TOLERANCE, prompts
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def wrapped(base: Any, **fields: Any) -> Any:
+def wrapped(base: Any, target_modules: Any = (), target_parameters: Any = ()) -> Any:
     """A copy of the model in peft, whose adapter does something."""
-    targets = fields.pop("target_modules", [])
-    parameters = fields.pop("target_parameters", ())
-    return oracle.with_adapter(base, targets, rank=fields.pop("r", 3), parameters=parameters)
+    return oracle.with_adapter(base, target_modules, rank=3, parameters=target_parameters)
 
 
 @pytest.mark.parametrize(

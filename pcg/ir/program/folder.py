@@ -122,7 +122,7 @@ def program_from(files: Mapping[str, bytes], manifest: Manifest) -> Program:
             constants=safetensors.torch.load(files[CONSTANTS]),
             base_prefix=manifest.base_prefix,
             dtype=manifest.dtype,
-            renamings=manifest.renamings,
+            renamings=tuple((pattern, other) for pattern, other in manifest.renamings),
             choices={name: str(text) for name, text in manifest.choices.items()},
         )
     except safetensors.SafetensorError as error:

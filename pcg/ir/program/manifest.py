@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         if name not in content or not isinstance(content[name], kind):
             state = "damaged" if name in content else "missing"
             raise ProgramError(f'{path}: "{name}" is {state}; {again}')
+    if not all(map(_is_renaming, content["renamings"])):
+        raise ProgramError(f'{path}: "renamings" is damaged; {again}')
     unknown = sorted(set(content) - set(_KINDS))
     if unknown:
         raise ProgramError(f'{path} has "{unknown[0]}", which no manifest has; {again}')
@@ -88,6 +91,17 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         if not isinstance(digest, str) or not parts or Path(name).is_absolute() or ".." in parts:
             raise ProgramError(f"{path} names {name!r}, which is no file of it; {again}")
     return Manifest(**content)
+
+
+def _is_renaming(value: object) -> bool:
+    """Return whether a value is a regex and a replacement."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(x) is str for x in value):
+        return False
+    try:
+        re.sub(value[0], value[1], "")
+    except re.error:
+        return False
+    return True
 
 
 _KINDS: Mapping[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -299,7 +299,7 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     base_prefix: str
     dtype: str
-    renamings: Sequence[Sequence[str]] = ()
+    renamings: tuple[tuple[str, str], ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -196,8 +196,8 @@ def recurrence_backward(
         with torch.enable_grad():
             o, after = _scan(parts, before)
         sums = (_part(do, group), dstates[group.sequences])
-        *found, dbefore = torch.autograd.grad([o, after], [*parts, before], sums)
-        for gradient, part in zip(gradients, found, strict=True):
+        *of_parts, dbefore = torch.autograd.grad([o, after], [*parts, before], sums)
+        for gradient, part in zip(gradients, of_parts, strict=True):
             gradient[group.tokens] = part.flatten(0, 1).to(gradient.dtype)
         dstates[group.sequences] = dbefore
     if batch.states is not None:

@@ -281,11 +281,10 @@ class Weights(ABC):
 
     def _join(self, name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
         """Return a tensor from its parts, ranges of rows in order."""
-        end = next((end for end in _JOINED if name.endswith(end)), None)
-        ends = () if end is None else _JOINED[end]
-        found = [self._find(name.removesuffix(end or "") + part) for part in ends]
-        parts = [self._take(part) for part in found if part is not None]
-        if not parts or len(parts) < len(ends) or any(p.shape[1:] != shape[1:] for p in parts):
+        end = next((end for end in _JOINED if name.endswith(end)), "")
+        names = [self._find(name.removesuffix(end) + part) for part in _JOINED.get(end, ())]
+        parts = [self._take(part) for part in names if part is not None]
+        if not parts or len(parts) < len(names) or any(p.shape[1:] != shape[1:] for p in parts):
             raise WeightsError(self._missing(name))
         joined = torch.cat(parts)
         if joined.shape != shape:
