@@ -25,6 +25,7 @@ from pcg.peft.adapter_files import read_adapter
 from pcg.runtime.data.dataset import ReadOptions
 from pcg.runtime.data.example import ModelSizes
 from pcg.runtime.data.sources import gather
+from pcg.runtime.model.weights import Checkpoint
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.training_data import load_here
 from pcg.simulate.workload import Workload, read_public_trace
@@ -122,7 +123,7 @@ def test_tensors(good, tmp_path, file, data):
         if place.name == "adapter":
             read_adapter(place, "a")
         else:
-            compiler.open_weights(resolve(place, weights=True))
+            Checkpoint.open(resolve(place, weights=True))
 
 
 # ------------------------------------------------------------------------------- adapters
