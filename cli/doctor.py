@@ -40,18 +40,13 @@ def models_command(json: Json = False) -> None:
     if json:
         print_json({"models": models})
         return
-    columns = ("model", "type", "layers", "hidden", "heads", "context")
+    columns = ("model", "type", "layers", "context")
     rows = table(*columns, right=columns[2:])
     for model in models:
-        values = {**model, "heads": _heads(model), "context": model["positions"]}
+        values = {**model, "context": model["positions"]}
         rows.add_row(*(plain(values[column]) for column in columns))
     out().print(rows)
     out().print("\nAny other model: its directory, or its hub id.", style="dim")
-
-
-def _heads(model: Mapping[str, Any]) -> str:
-    heads, kv_heads = model["heads"], model["kv_heads"]
-    return str(heads) if kv_heads in (None, heads) else f"{heads}/{kv_heads}"
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

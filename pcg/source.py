@@ -38,6 +38,8 @@ _REPAIR = "; repair or download it again"
 # (their special tokens may differ; those belong to the weights' own config), and short names.
 # Excluded because they differ: Qwen2.5-*-Instruct (context, epsilon), gemma-2-27b-it (dtype).
 ALIASES: Mapping[str, str] = {
+    "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "ibm-granite/granite-20b-code-base-8k": "ibm-granite/granite-20b-code-base",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
     "llama-2-70b": "meta-llama/Llama-2-70b-hf",
@@ -60,6 +62,7 @@ ALIASES: Mapping[str, str] = {
     "mosaicml/mpt-7b-instruct": "mosaicml/mpt-7b",
     "tiiuae/falcon-40b-instruct": "tiiuae/falcon-40b",
     "tiiuae/falcon-7b-instruct": "tiiuae/falcon-7b",
+    "zai-org/GLM-4.5-Air-Base": "zai-org/GLM-4.5-Air",
 }
 
 # Files of a hub repository that a run needs; `model*` excludes copies such as `consolidated.*`.
