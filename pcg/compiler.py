@@ -29,7 +29,7 @@ from pcg.parallel.costs.catalog import costs_name, own_profile, own_sheet
 from pcg.passes.graphs.pass_base import PassRecord
 from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
 from pcg.passes.place import CallPieces
-from pcg.passes.quantize_weights import is_of_experts
+from pcg.passes.quantize_weights import experts_of
 from pcg.peft.adapter_files import is_recipe, recipes_of
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.ranks.agreement import agreed, check_same, check_same_program
@@ -89,7 +89,7 @@ def _measured_format(
     config: Mapping[str, Any], traced: TracedModel, device: torch.device
 ) -> str | None:
     """Return the fastest format of a model; None for a stored one, and for experts."""
-    if config.get("quantization_config") or any(map(is_of_experts, traced.graph.parameters)):
+    if config.get("quantization_config") or experts_of(traced.graph):
         return None
     return fastest_format(device, TORCH_NAMES[traced.dtype])
 

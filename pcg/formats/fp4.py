@@ -4,7 +4,8 @@
     nvfp4   w̃ = code · s / g               blocks of 16, s in e4m3, one g    4.5 bits a weight
 
 Two codes lie in a byte, the first in its low half. Checkpoints are compressed-tensors':
-weight_packed, weight_scale, and for nvfp4 weight_global_scale.
+weight_packed, weight_scale, and for nvfp4 weight_global_scale; and gpt-oss': weight_blocks
+[rows, blocks, 16] and weight_scales (transformers 5.24, `convert_moe_packed_tensors`).
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class Fp4(Format):
         return Parts(tensors, rows[1] - rows[0], columns[1] - columns[0])
 
     def read(self, stored: StoredMatrix) -> Parts | None:
+        if stored.has("weight_blocks") and not self._has_global:
+            codes, scales = stored.take("weight_blocks"), stored.take("weight_scales")
+            tensors = {"codes": codes.flatten(-2), "scales": scales}
+            return Parts(tensors, stored.rows, stored.columns)
         if not stored.has("weight_packed"):
             return None
         tensors = {"codes": stored.take("weight_packed"), "scales": stored.take("weight_scale")}

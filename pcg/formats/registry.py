@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,14 @@ def find_format(name: str) -> Format:
     return FORMATS[name]
 
 
+EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""The separate matrices of experts for a fused parameter, in order of output features."""
+
+
 @dataclass(frozen=True)
 class StoredFormat:
     """The formats of a quantized checkpoint, and the modules that are stored in them.
@@ -78,6 +86,7 @@ class StoredFormat:
         layers_only: True if modules outside the layers are in floating point.
         by_module: the format of each linear module by path, None for floating point, if modules may
             differ.
+        holds: what is stored in the format: "linear" modules, "experts", or "all".
     """
 
     name: str
@@ -85,20 +94,39 @@ class StoredFormat:
     targets: tuple[str, ...] | None = None
     layers_only: bool = False
     by_module: Mapping[str, str | None] | None = None
+    holds: str = "all"
 
     def of(self, module: str, is_head: bool, is_in_layer: bool) -> str | None:
         """Return the format of a linear module, by its path; None for floating point."""
         if self.by_module is not None:
             return self.by_module.get(module)
-        return self.name if self._has(module, is_head, is_in_layer) else None
+        if self.holds == "experts" or (is_head and self.skipped is None):
+            return None
+        if self.layers_only and not is_in_layer:
+            return None
+        return self._of_any([module])
 
-    def _has(self, module: str, is_head: bool, is_in_layer: bool) -> bool:
-        if (is_head and self.skipped is None) or (self.layers_only and not is_in_layer):
-            return False
-        if self.targets is not None:
-            ignored = any(_is_target(module, pattern) for pattern in self.skipped or ())
-            return not ignored and any(_is_target(module, pattern) for pattern in self.targets)
-        return not any(_is_skipped(module, pattern) for pattern in self.skipped or ())
+    def of_experts(self, parameter: str) -> str | None:
+        """Return the format of a parameter of experts, by its path; None for floating point.
+
+        A pattern names it, or a matrix of the first expert, such as `experts.0.w1`.
+        """
+        if self.holds == "linear" or self.by_module is not None:
+            return None
+        module, _, name = parameter.rpartition(".")
+        parts = [part for parts in EXPERT_PARTS.get(name, ()) for part in parts]
+        return self._of_any([parameter, *(f"{module}.0.{part}" for part in parts)])
+
+    def _of_any(self, paths: Sequence[str]) -> str | None:
+        """Return the format of a matrix with several paths."""
+
+        def is_any(matches: Callable[[str, str], bool], patterns: Sequence[str]) -> bool:
+            return any(matches(path, pattern) for path in paths for pattern in patterns)
+
+        if self.targets is None:
+            return None if is_any(_is_skipped, self.skipped or ()) else self.name
+        is_held = is_any(_is_target, self.targets) and not is_any(_is_target, self.skipped or ())
+        return self.name if is_held else None
 
 
 def _is_target(module: str, pattern: str) -> bool:
@@ -174,9 +202,13 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | None:
         nests = bool(settings.get("bnb_4bit_use_double_quant"))
         code = settings.get("bnb_4bit_quant_type", "fp4")
         skipped = settings.get("llm_int8_skip_modules")
-        return StoredFormat(code if nests else f"{code}_single", _patterns(skipped))
+        name = code if nests else f"{code}_single"
+        return StoredFormat(name, _patterns(skipped), holds="linear")
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
-        return StoredFormat("int8_weight", _patterns(settings.get("llm_int8_skip_modules")))
+        patterns = _patterns(settings.get("llm_int8_skip_modules"))
+        return StoredFormat("int8_weight", patterns, holds="linear")
+    if method == "mxfp4":
+        return StoredFormat("mxfp4", _patterns(skipped), holds="experts")
     if method == "gptq":
         return StoredFormat(gptq_name(settings), (), layers_only=True)
     if method == "awq":

@@ -10,8 +10,8 @@ A dim prints as its size, then its state and degree unless it is whole:
 and a tensor as `bf16[T, 4096|4]`. A size that is a sum is in parentheses: `(T + 4)` is four more
 than T, `T+4` a pre-reduce dim. `T` is the number of tokens of the step, over all requests and jobs:
 activations are token-flat, so `T` is always their first dim, or `ceiling(T/4)` if each of 4 ranks
-holds a part of the tokens. The dtype of a frozen matrix may be a weight format (`pcg.formats`), as
-in `nf4[4096, 4096]`.
+holds a part of the tokens. The dtype of a frozen matrix, or of those of experts, may be a weight
+format (`pcg.formats`), as in `nf4[4096, 4096]`.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class TensorType:
     def row_bytes(self) -> int:
         """Bytes of a token's row; all bytes of a tensor without a token dim."""
         if is_format(self.dtype):
-            return FORMATS[self.dtype].size_bytes(*self.features)
+            *experts, rows, columns = self.features
+            return prod(experts) * FORMATS[self.dtype].size_bytes(rows, columns)
         return prod(self.features) * DTYPE_BYTES[self.dtype]
 
     @property

@@ -1,10 +1,10 @@
 """Write weight formats into the types of the base's matrices: `bf16[4096, 4096]` to `nf4[…]`.
 
 A checkpoint that is quantized says which modules are. A float checkpoint that is quantized on load
-stores the matrices of the layers' linear modules in the format; embeddings, the head, routers and
-norms stay in floating point, as in transformers. int8 and q8_0 store the head, too, as llama.cpp
-does, and with it an embedding that is tied to it. Layers of equal graphs whose matrices are stored
-in different formats become different blocks.
+stores the matrices of the layers' linear modules and experts in the format; embeddings, the head,
+routers and norms stay in floating point, as in transformers. int8 and q8_0 store the head, too, as
+llama.cpp does, and with it an embedding that is tied to it. Layers of equal graphs whose matrices
+are stored in different formats become different blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pcg.errors import UnsupportedError
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Node, Parameter, Value
+from pcg.ir.module_paths import parameter_of
 from pcg.ir.operators.linear import multiplied
-from pcg.ir.program.program import ModelGraph
+from pcg.ir.program.program import ModelGraph, site_of
 from pcg.passes.graphs.pass_base import Pass
 from pcg.passes.stages import Base
 
@@ -50,11 +51,14 @@ class QuantizeWeights(Pass[Base, Base]):
 
         def in_layer(graph: Graph, layer: int) -> Graph:
             head = _head(graph) if graph is before.model.epilogue else None
+            experts = experts_of(graph)
 
             def format_of(parameter: Parameter) -> str | None:
                 module = parameter.source.removesuffix(".weight")
                 if parameter.source in embedded:
                     return None
+                if stored is not None and parameter.name in experts:
+                    return stored.of_experts(module.format(layer=layer))
                 if stored is not None:
                     is_head, is_in_layer = parameter.name == head, graph not in outside
                     return stored.of(module.format(layer=layer), is_head, is_in_layer)
@@ -110,33 +114,31 @@ def _tables(graph: Graph) -> dict[str, str]:
     return {name: graph.types[name].dtype for name in tables if name not in others}
 
 
-def is_of_experts(parameter: Parameter) -> bool:
-    """Return whether a parameter has a matrix for each expert, which no format stores."""
-    sizes = parameter.type.features  # [C, 1, W] is of a convolution
-    return parameter.role == "frozen" and len(sizes) > 2 and sizes[1] > 1
+def experts_of(graph: Graph) -> set[str]:
+    """Return the parameters with a matrix for each expert, [E, out, in]."""
+    return {node.inputs[2] for node in graph.nodes if node.op == "expert_linear"}
+
+
+def _routers(graph: Graph) -> set[str]:
+    """Return the matrices that select experts."""
+    sites = {node.inputs[1]: site_of(graph, node) for node in graph.nodes if node.op == "linear"}
+    return {name for name, site in sites.items() if site and parameter_of(site)}
 
 
 def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Graph:
     """Return a graph with the formats in the types of its matrices.
 
     Raises:
-        UnsupportedError: a matrix does not fit the format's blocks, or has experts.
+        UnsupportedError: a matrix does not fit the format's blocks.
     """
     tables = _tables(graph)
-    names = {*multiplied(graph), *tables}
+    names = {*multiplied(graph), *tables, *experts_of(graph)} - _routers(graph)
 
     def with_format(parameter: Parameter) -> Parameter:
-        shape, name = parameter.type.features, format_of(parameter)
-        if parameter.role != "frozen" or name is None:
+        name = format_of(parameter) if parameter.role == "frozen" else None
+        if name is None or parameter.name not in names or parameter.type.dtype in FORMATS:
             return parameter
-        if is_of_experts(parameter):
-            raise UnsupportedError(
-                f"{parameter.source} has experts {list(shape)}, which are not stored as {name}; "
-                "use float weights without quantization"
-            )
-        if parameter.name not in names or parameter.type.dtype in FORMATS:
-            return parameter
-        FORMATS[name].check(shape, parameter.source)
+        FORMATS[name].check(parameter.type.features, parameter.source)
         type_ = parameter.type.with_dtype(name)
         return dataclasses.replace(parameter, value=Value(parameter.name, type_))
 

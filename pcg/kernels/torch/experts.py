@@ -6,27 +6,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.kernels.batch import Segments
 from pcg.kernels.torch.lora import as_weight
+from pcg.kernels.torch.products import linear, linear_backward
+from pcg.kernels.torch.quantized import expert_matrices
 
 
 def expert_linear(x: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return [T, k, out]: each token by its k experts; see the operator."""
-    y = x.new_empty(indices.numel(), weight.shape[1])
+    y, matrices = x.new_empty(indices.numel(), weight.shape[1]), expert_matrices(weight)
     for expert, places in _chosen(indices, weight.shape[0]):
         of_expert = None if bias is None else bias[expert].view(-1)
-        y[places] = F.linear(_rows(x, indices, places), weight[expert], of_expert)
+        y[places] = linear(_rows(x, indices, places), matrices[expert], of_expert)
     return y.view(*indices.shape, -1)
 
 
 def expert_linear_backward(dy: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     """Return [T, k, in]: dy [T, k, out] by the transposed experts; see the operator."""
-    dx = dy.new_empty(indices.numel(), weight.shape[2])
+    dx, matrices = dy.new_empty(indices.numel(), weight.shape[2]), expert_matrices(weight)
     for expert, places in _chosen(indices, weight.shape[0]):
-        dx[places] = _rows(dy, indices, places) @ weight[expert]
+        dx[places] = linear_backward(_rows(dy, indices, places), matrices[expert])
     return dx.view(*indices.shape, -1)
 
 

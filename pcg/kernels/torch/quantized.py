@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pcg.formats import native
 from pcg.formats.format import Format, Lookup, Parts
-from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of
+from pcg.kernels.torch.products import StandIn, has_stand_in, stand_in_of, stand_in_tensor
 
 
 class LookupProducts(Protocol):
@@ -69,12 +69,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(StandIn):
-    """A quantized weight [out, in], or several below each other."""
+    """A quantized weight [out, in], or several below each other, as those of experts."""
 
     blocks: tuple[Block, ...]
     _groups: dict[tuple[QuantizedWeight, ...], QuantizedWeight] = field(
         default_factory=dict, init=False, repr=False
     )
+    _experts: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -105,6 +106,16 @@ class QuantizedWeight(StandIn):
             group = self._groups[key] = QuantizedWeight(tuple(blocks))
         return group
 
+    def experts(self, weight: Tensor) -> Sequence[Tensor]:
+        """Return stand-ins for the matrices of a stand-in [E, out, in]."""
+        if not self._experts:
+            count, *shape = weight.shape
+            size = len(self.blocks) // count
+            for first in range(0, len(self.blocks), size):
+                matrix = QuantizedWeight(self.blocks[first : first + size])
+                self._experts.append(stand_in_tensor(shape, weight.dtype, matrix))
+        return self._experts
+
     def input_gradient(self, dy: Tensor) -> Tensor:
         # A sum over tiles, which half precision would round after each.
         dtype = torch.promote_types(dy.dtype, torch.float32)
@@ -127,7 +138,7 @@ class QuantizedWeight(StandIn):
         return lengths
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the float matrix [out, in]."""
+        """Return the float matrix [out, in], those of experts below each other."""
         return torch.cat([block.format.whole(block.parts, dtype) for block in self.blocks])
 
     def digest(self) -> str:
@@ -147,8 +158,14 @@ class QuantizedWeight(StandIn):
 
 
 def float_weight(weight: Tensor) -> Tensor:
-    """Return a weight, or the dequantized matrix of a quantized one."""
+    """Return a weight, or the dequantized matrices of a quantized one."""
     stand_in = stand_in_of(weight) if has_stand_in(weight) else None
     if isinstance(stand_in, QuantizedWeight):
-        return stand_in.dequantized(weight.dtype)
+        return stand_in.dequantized(weight.dtype).view(weight.shape)
     return weight
+
+
+def expert_matrices(weight: Tensor) -> Tensor | Sequence[Tensor]:
+    """Return the matrices of experts [E, out, in] by index; stand-ins for quantized ones."""
+    stand_in = stand_in_of(weight) if has_stand_in(weight) else None
+    return stand_in.experts(weight) if isinstance(stand_in, QuantizedWeight) else weight

@@ -23,6 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pcg.formats.format import Format, Parts
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.operators.linear import multiplied
@@ -248,15 +249,15 @@ class WeightStore:
         if read.key not in self._loaded:
             format_ = FORMATS[read.parameter.type.dtype]
             shape, transposed = read.whole.type.features, read.whole.transposed
-            parts = self._source.quantized(read.name, shape, format_, transposed)
+            every = self._source.quantized(read.name, shape, format_, transposed)
             if is_sharded(read.parameter):
-                rows, columns = ranges_of(read.parameter, shape, self._ranks)
-                format_.check_cut(rows, columns, shape, read.name)
-                parts = format_.cut(parts, rows, columns)
-            block = Block(format_, format_.packed(parts.to(self.device)), self._products)
-            dtype = getattr(torch, TORCH_NAMES[self._program.dtype])
+                ranges = ranges_of(read.parameter, shape, self._ranks)
+                every = tuple(_cut(format_, every, ranges, shape, read.name))
+            blocks = (format_.packed(parts.to(self.device)) for parts in every)
             self._loaded[read.key] = stand_in_tensor(
-                (parts.rows, parts.columns), dtype, QuantizedWeight((block,))
+                [stop - start for start, stop in ranges_of(read.parameter, shape, self._ranks)],
+                getattr(torch, TORCH_NAMES[self._program.dtype]),
+                QuantizedWeight(tuple(Block(format_, parts, self._products) for parts in blocks)),
             )
         return self._loaded[read.key]
 
@@ -379,8 +380,8 @@ class WeightStore:
             loaded = self._source.remote(name, parameter.type.features)
         if loaded is None and parameter.type.dtype in FORMATS:
             format_, shape = FORMATS[parameter.type.dtype], parameter.type.features
-            parts = self._source.quantized(name, shape, format_, parameter.transposed)
-            weight = QuantizedWeight((Block(format_, parts),))
+            every = self._source.quantized(name, shape, format_, parameter.transposed)
+            weight = QuantizedWeight(tuple(Block(format_, parts) for parts in every))
             dtype = getattr(torch, TORCH_NAMES[self._program.dtype])
             return stand_in_tensor(shape, dtype, weight)
         return self._read(parameter, name) if loaded is None else loaded
@@ -403,6 +404,20 @@ class WeightStore:
     def linear(self) -> Mapping[str, Tensor]:
         """Return the whole weight [out, in] of each linear module by path, read on demand."""
         return _Linear(self)
+
+
+def _cut(
+    format_: Format, every: Sequence[Parts], ranges: Ranges, shape: Sequence[int], name: str
+) -> Iterator[Parts]:
+    """Cut matrices below each other, those of each expert alike, to ranges of rows and columns."""
+    (first, end), columns = ranges[-2:]
+    start = 0
+    for parts in every:
+        rows = max(first - start, 0), min(end - start, parts.rows)
+        if rows[0] < rows[1]:
+            format_.check_cut(rows, columns, (parts.rows, parts.columns), name)
+            yield format_.cut(parts, rows, columns)
+        start = (start + parts.rows) % shape[-2]
 
 
 class _Linear(Mapping[str, Tensor]):

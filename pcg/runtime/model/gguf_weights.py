@@ -54,7 +54,7 @@ class GgufWeights(Weights):
 
     def quantized(
         self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
-    ) -> Parts:
+    ) -> tuple[Parts, ...]:
         """Return a matrix in its stored blocks; see `Weights.quantized`."""
         stored_name = self._find(name)
         if stored_name is None or self._tensors[stored_name].type != format_.name:
@@ -63,7 +63,7 @@ class GgufWeights(Weights):
         self._used.add(stored_name)
         parts = self._parts(stored_name)
         self.read_bytes += parts.size_bytes
-        return parts
+        return (parts,)
 
     def digest(self, name: str) -> bytes:
         return bytes.fromhex(tensor_digest(self._bytes(name)))

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pcg.errors import WeightsError
 from pcg.formats.format import Format, Parts, StoredMatrix
+from pcg.formats.registry import EXPERT_PARTS
 from pcg.ranks.agreement import tensor_digest
 from pcg.ranks.shards import Ranges
 from pcg.source import ModelSource
@@ -38,12 +39,6 @@ from pcg.tensor_file import TensorInfo, read_header
 
 Shape = tuple[int, ...]
 
-# The separate tensors of experts for a fused parameter, in order of output features.
-_EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",),),
-    "down_proj": (("down_proj",), ("w2",)),
-}
 _JOINED = {".conv1d.weight": (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")}
 """Ends of names of tensors that checkpoints may store in parts, a range of rows each."""
 _QUANTIZED = (
@@ -148,21 +143,26 @@ class Weights(ABC):
 
     def quantized(
         self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
-    ) -> Parts:
+    ) -> tuple[Parts, ...]:
         """Read a matrix as it is stored in a format, or quantize a float matrix.
+
+        Experts have a matrix each, or as many as the checkpoint has for each, in order of rows.
 
         Args:
             name, shape, transposed: as for `load`.
         Raises:
             WeightsError: the checkpoint should have the matrix in this format, and has not.
         """
-        rows, columns = shape
+        *experts, rows, columns = shape
         format_.check(shape, name)
-        settings = self.config.get("quantization_config")
-        if not settings:
+        if not self.config.get("quantization_config"):
             dtype = self.float_dtype(name)
-            return format_.quantize(self.load(name, shape, dtype, transposed))
-        if transposed and format_.library != "bitsandbytes":
+            places: list[Ranges | None] = [None]
+            if experts:
+                places = [((e, e + 1), (0, rows), (0, columns)) for e in range(*experts)]
+            weights = (self.load(name, shape, dtype, transposed, ranges=at) for at in places)
+            return tuple(format_.quantize(weight.view(rows, columns)) for weight in weights)
+        if transposed and not experts and format_.library != "bitsandbytes":
             raise WeightsError(
                 f"{name} belongs to a Conv1D, whose order {self.where} may store as [in, out] in "
                 f"{format_.name}; use a checkpoint of bitsandbytes, or float weights with "
@@ -170,19 +170,14 @@ class Weights(ABC):
             )
         # bitsandbytes stores the matrix of a Conv1D as [out, in], like that of a Linear.
         for candidate in self._names(name):
-            module = candidate.removesuffix(".weight")
-            parts = format_.read(
-                StoredMatrix(
-                    module,
-                    rows,
-                    columns,
-                    has=partial(self._has_part, module),
-                    take=partial(self._take_part, module),
-                    settings=settings,
-                )
-            )
-            if parts is not None:
-                return parts
+            if experts:
+                every = self._stored_experts(candidate, shape, format_)
+            else:
+                module = candidate.removesuffix(".weight")
+                every = [self._stored_matrix(module, rows, columns, format_)]
+            known = tuple(parts for parts in every if parts is not None)
+            if known and len(known) == len(every):
+                return known
         stored_name = self._find(name)
         kind = "is missing" if stored_name is None else f"is in {self.index[stored_name].dtype}"
         raise WeightsError(
@@ -192,23 +187,72 @@ class Weights(ABC):
             "use the files of this checkpoint"
         )
 
+    def _stored_experts(
+        self, name: str, shape: Sequence[int], format_: Format
+    ) -> list[Parts | None]:
+        """Read experts of a single tensor, or those of modules of their own."""
+        experts, rows, columns = shape
+        module, _, fused = name.rpartition(".")
+        for parts in EXPERT_PARTS.get(fused, ()):
+            paths = [f"{module}.{expert}.{part}" for expert in range(experts) for part in parts]
+            size = rows // len(parts)
+            every = [self._stored_matrix(path, size, columns, format_) for path in paths]
+            if any(every):
+                return every
+        return [
+            self._stored_matrix(name, rows, columns, format_, expert) for expert in range(experts)
+        ]
+
+    def _stored_matrix(
+        self, module: str, rows: int, columns: int, format_: Format, expert: int | None = None
+    ) -> Parts | None:
+        """Read a matrix of a module, or an expert's of a parameter; None if it is not stored."""
+
+        def named(suffix: str) -> str:
+            return f"{module}.{suffix}" if expert is None else module + suffix[len("weight") :]
+
+        def take(suffix: str) -> Tensor:
+            name = named(suffix)
+            if expert is None:
+                return self._take(name)
+            sizes = self.index[name].shape[1:]
+            return self._take(name, ((expert, expert + 1), *((0, n) for n in sizes)))[0]
+
+        def has(suffix: str) -> bool:
+            return named(suffix) in self.index
+
+        settings = self.config["quantization_config"]
+        try:
+            parts = format_.read(StoredMatrix(module, rows, columns, has, take, settings))
+        except RuntimeError as error:  # torch's, of a view with other sizes
+            raise WeightsError(f"{module} of {self.where}, in {format_.name}: {error}") from error
+        layout = format_.tensors(rows, columns).items() if parts else ()
+        for part, (wanted, _) in layout:
+            if parts is not None and parts[part].shape != wanted:
+                raise WeightsError(
+                    f"{module} of {self.where} has {part} {list(parts[part].shape)}; the model "
+                    f"wants {list(wanted)} for [{rows}, {columns}] in {format_.name}; config.json "
+                    "is not that of these weights"
+                )
+        return parts
+
     def _check_float(self, name: str) -> None:
         """Refuse a matrix that is stored quantized, and not declared so."""
         for candidate in self._names(name) if self.config.get("quantization_config") else ():
-            module = candidate.removesuffix(".weight")
-            other = next((s for s in _QUANTIZED if f"{module}.{s}" in self.index), None)
-            if other is not None:
-                raise WeightsError(
-                    f"{name} of {self.where} is stored quantized ({module}.{other}), and its "
-                    "quantization_config skips it; remove it from the skipped modules (ignore, "
-                    "modules_to_not_convert, llm_int8_skip_modules)"
-                )
-
-    def _has_part(self, module: str, suffix: str) -> bool:
-        return f"{module}.{suffix}" in self.index
-
-    def _take_part(self, module: str, suffix: str) -> Tensor:
-        return self._take(f"{module}.{suffix}")
+            path, _, fused = candidate.removesuffix(".weight").rpartition(".")
+            modules = [
+                f"{path}.{fused}",
+                *(f"{path}.0.{p[0]}" for p in EXPERT_PARTS.get(fused, ())),
+            ]
+            for module in modules:
+                other = next((s for s in _QUANTIZED if f"{module}.{s}" in self.index), None)
+                if other is not None:
+                    raise WeightsError(
+                        f"{name} of {self.where} is stored quantized ({module}.{other}), and its "
+                        "quantization_config skips it, as bitsandbytes' does experts; remove it "
+                        "from the skipped modules (ignore, modules_to_not_convert, "
+                        "llm_int8_skip_modules), or use the float checkpoint"
+                    )
 
     def float_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a floating-point tensor is stored in."""
@@ -269,7 +313,7 @@ class Weights(ABC):
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|up_proj|down_proj)", name)
         if match is None or len(shape) != 3:
             return None
-        for parts in _EXPERT_PARTS[match[2]]:
+        for parts in EXPERT_PARTS[match[2]]:
             names = [
                 [self._find(f"{match[1]}.{expert}.{part}.weight") for part in parts]
                 for expert in range(shape[0])
@@ -457,10 +501,11 @@ class RandomWeights:
 
     def quantized(
         self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
-    ) -> Parts:
-        """Make a matrix and quantize it; see `Weights.quantized`."""
+    ) -> tuple[Parts, ...]:
+        """Make a matrix, or an expert's each, and quantize it; see `Weights.quantized`."""
         format_.check(shape, name)
-        return format_.quantize(self.load(name, shape, torch.float32))
+        whole = self.load(name, shape, torch.float32)
+        return tuple(map(format_.quantize, whole.view(-1, *shape[-2:])))
 
     def identity(self) -> str:
         """Return the seed and the deviation."""

@@ -278,7 +278,7 @@ class _Absent(RemoteWeight):
         shape = parameter.type.features
         if parameter.type.dtype in FORMATS:
             format_ = FORMATS[parameter.type.dtype]
-            parts = self.source.quantized(name, shape, format_, parameter.transposed)
-            return QuantizedWeight((Block(format_, parts),)).digest()
+            every = self.source.quantized(name, shape, format_, parameter.transposed)
+            return QuantizedWeight(tuple(Block(format_, parts) for parts in every)).digest()
         weight = self.source.load(name, shape, self.dtype, parameter.transposed)
         return hashlib.sha256(row_digests(weight)).hexdigest()
