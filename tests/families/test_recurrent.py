@@ -1,4 +1,4 @@
-"""Models with recurrent state in windows and in engines, against transformers and peft.
+"""Models with recurrent state or latents in windows and in engines, by transformers and peft.
 
 Sequences are longer than a chunk of 64 tokens. Logits, tokens and gradients of whole sequences are
 in `test_numbers.py`.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from math import prod
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -45,6 +47,7 @@ FAMILIES = (
     "granite4",
 )  # fmt: skip
 DEFAULT = ("lfm2", "qwen3.5", "falcon_h1", "mamba2")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "minicpm3")
 NEW = 24
 POSITIONS = 256
 
@@ -74,23 +77,21 @@ def case_of(name: str) -> Case:
     }
     executor = compiler.compile(base, None)
     for adapter, model in wrapped.items():
-        config = model.peft_config["default"]
-        fields = {
-            "peft_type": "LORA",
-            "r": config.r,
-            "lora_alpha": config.lora_alpha,
-            "target_modules": sorted(config.target_modules),
-            "exclude_modules": list(family.excluded) or None,
-        }
-        oracle.copy_lora(executor.add_adapter(adapter, fields), model)
-        executor.refresh_adapter(adapter)
+        with TemporaryDirectory() as saved:
+            oracle.save(model, Path(saved))
+            executor.add_adapter(adapter, saved)
     return Case(base, wrapped, executor)
 
 
 EVERY = pytest.mark.parametrize("name", mostly_slow(FAMILIES, *DEFAULT))
+WITH_LATENT = pytest.mark.parametrize(
+    "name", mostly_slow((*FAMILIES, *LATENT), *DEFAULT, "minicpm3")
+)
 
 
-@pytest.mark.parametrize("name", mostly_slow((*FAMILIES, KIMI_DELTA.name), *DEFAULT))
+@pytest.mark.parametrize(
+    "name", mostly_slow((*FAMILIES, *LATENT, KIMI_DELTA.name), *DEFAULT, "minicpm3")
+)
 @pytest.mark.parametrize("adapter", ["all-4", "few-3"])
 def test_gradients_of_windows(name: str, adapter: str) -> None:
     case, sequences = case_of(name), prompts((150, 40, 1, 97, 65))
@@ -166,18 +167,18 @@ def check_requests(case: Case, count: int, seed: int) -> set[Kind]:
     return {event.kind for event in engine.log}
 
 
-@EVERY
+@WITH_LATENT
 def test_requests_that_are_preempted(name: str) -> None:
     assert Kind.PREEMPTED in check_requests(case_of(name), 40, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", (*FAMILIES, *LATENT))
 def test_two_hundred_requests(name: str) -> None:
     assert Kind.PREEMPTED in check_requests(case_of(name), 200, seed=2)
 
 
-@EVERY
+@WITH_LATENT
 def test_several_continuations_of_a_prompt(name: str) -> None:
     """The first one's states are copied where they part."""
     case = case_of(name)
@@ -250,7 +251,7 @@ def test_states_of_transformers_caches() -> None:
 
 
 @pytest.mark.parametrize("sizes", [MeshSizes(tp=2), MeshSizes(pp=2)], ids=str)
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "qwen3.5"))
+@pytest.mark.parametrize("name", mostly_slow((*FAMILIES, *LATENT), "qwen3.5"))
 def test_ranks(name: str, sizes: MeshSizes) -> None:
     """Parts of the states, which a split projection numbers anew, or those of some layers."""
     sequences, names = prompts((13, 40, 1, 33)), ["a", None, "b", "a"]

@@ -119,6 +119,23 @@ _DELTA = {
     "head_dim": 24,
 }
 _LINEAR_THEN_FULL = {"layer_types": _alternate("linear_attention", "full_attention")}
+_LATENT = _of(
+    _LLAMA,
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=24,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+)
+_GROUPED = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+}
+_MLA = ("q_b_proj", "kv_b_proj")
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 _OUT = ("out_proj",)
 """Modules of Mamba layers that peft does not adapt."""
@@ -300,16 +317,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "glm4_moe",
         "glm4_moe",
-        _of(
-            _LLAMA,
-            n_routed_experts=8,
-            moe_intermediate_size=48,
-            n_group=4,
-            topk_group=2,
-            num_experts_per_tok=3,
-            first_k_dense_replace=1,
-            head_dim=16,
-        ),
+        _of(_LLAMA, **_GROUPED, first_k_dense_replace=1, head_dim=16),
         _QV,
     ),
     Family(
@@ -326,6 +334,11 @@ FAMILIES: tuple[Family, ...] = (
         _QV,
         extra=True,
     ),
+    Family(
+        "deepseek_v3", "deepseek_v3", _of(_LATENT, **_GROUPED, first_k_dense_replace=1), _MLA
+    ),
+    Family("glm4_moe_lite", "glm4_moe_lite", _of(_LATENT, **_GROUPED), _MLA, extra=True),
+    Family("minicpm3", "minicpm3", _LATENT, _MLA, extra=True),
     Family("stablelm", "stablelm", _LLAMA),
     Family("stablelm-parallel", "stablelm", _of(_LLAMA, use_parallel_residual=True), extra=True),
     Family("stablelm-qk_norm", "stablelm", _of(_LLAMA, qk_layernorm=True, use_qkv_bias=True)),
