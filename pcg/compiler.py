@@ -40,7 +40,7 @@ from pcg.runtime.model.gguf_weights import open_weights
 from pcg.runtime.model.weights import RandomWeights, StateDictCheckpoint, Weights
 from pcg.runtime.requests.plain import tokenizer_facts
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.source import ModelSource, resolve
+from pcg.source import COMPOSITE, ModelSource, resolve
 from pcg.trace import TracedModel
 from pcg.trace import trace as trace_config
 
@@ -104,7 +104,8 @@ def _compiled(
     whole: bool = False,
     place: CallPieces | None = None,
 ) -> Program:
-    recipes, is_measured = recipes_of(peft), options.quantization == AUTO
+    recipes = recipes_of(peft, source.config.get(COMPOSITE, ""))
+    is_measured = options.quantization == AUTO
     values = {
         option.name: getattr(options, option.name) for option in dataclasses.fields(CompileOptions)
     }

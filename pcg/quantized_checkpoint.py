@@ -32,7 +32,7 @@ from pcg.gguf_file import SUFFIX
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.runtime.model.weights import Checkpoint
-from pcg.source import CONFIG, DOWNLOADED, INDEX, WEIGHTS, ModelSource, resolve
+from pcg.source import COMPOSITE, CONFIG, DOWNLOADED, INDEX, WEIGHTS, ModelSource, resolve
 from pcg.units import parse_bytes, size_text
 
 _COPIED = (
@@ -100,6 +100,12 @@ def quantize(arguments: QuantizeArguments) -> Path:
             f"{source.name} is a GGUF file, whose layout no library reads in {format_.name}; give "
             "a directory with safetensors, or quantize on loading: "
             f"quantization={format_.name!r} (--quantization {format_.name})"
+        )
+    if COMPOSITE in source.config:
+        raise UnsupportedError(
+            f"{source.name} is a composite checkpoint ({source.config[COMPOSITE]}), of which pcg "
+            f"reads the language model; quantize on loading: quantization={format_.name!r} "
+            f"(--quantization {format_.name})"
         )
     program = compile_program(arguments.model, None, quantization=format_.name)
     checkpoint = Checkpoint.open(source, program.base_prefix, program.renamings)

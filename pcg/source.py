@@ -32,6 +32,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHIPPED = Path(__file__).with_name("configs")
 _LONGEST_ID = 96  # of the hub
+_INHERITED = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "quantization_config", "tie_word_embeddings", "torch_dtype",
+)  # fmt: skip
+"""Fields that a language model takes from its composite checkpoint's config."""
 _REPAIR = "; repair or download it again"
 
 # Other names of shipped configs: hub ids of models with the same architecture, dtype and context
@@ -65,6 +70,24 @@ ALIASES: Mapping[str, str] = {
     "zai-org/GLM-4.5-Air-Base": "zai-org/GLM-4.5-Air",
 }
 
+COMPOSITES: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "aria", "deepseek_vl", "exaone4_5", "fuyu", "gemma3", "got_ocr2",
+            "hyperclovax_vision_v2", "internvl", "janus", "kimi_k25", "lfm2_vl", "lighton_ocr",
+            "llava", "llava_next", "llava_onevision", "mistral3", "moss_transcribe_diarize",
+            "ovis2", "qianfan_ocr", "video_llama_3", "vipllava",
+        ),
+        "model.language_model",
+    ),
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "model.text_model"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ""),
+}  # fmt: skip
+"""Types of composite checkpoints whose language model pcg compiles, and its path in the class that
+transformers loads; empty if transformers loads the language model's own class."""
+COMPOSITE = "composite_type"
+"""The field of a language model's config with the type of the checkpoint that contains it."""
+
 # Files of a hub repository that a run needs; `model*` excludes copies such as `consolidated.*`.
 DOWNLOADED = (
     "*.model",
@@ -87,7 +110,7 @@ class ModelSource:
 
     Attributes:
         name: the hub id, or the directory's name.
-        config: the parsed config.json.
+        config: the parsed config.json; of a composite checkpoint, that of its language model.
         directory: the place of config and tokenizer; None for a config without files.
         weight_files: safetensors files in the order of the index, or a GGUF file; empty if there
             are none.
@@ -159,7 +182,7 @@ def resolve(
 
 
 def _from_config(config: dict[str, Any], *, weights: bool) -> ModelSource:
-    _check_config(config, "the given config")
+    config = _checked(config, "the given config")
     named = config.get("architectures")
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     name = str(config.get("_name_or_path") or next(iter(names), config["model_type"]))
@@ -309,18 +332,25 @@ def _read_config(path: Path) -> dict[str, Any]:
         if blocks:
             raise ConfigError(f"{path.parent} has no {CONFIG}; give its GGUF file, {blocks[0]}")
         raise ConfigError(f"{path.parent} has no {CONFIG}; give a Hugging Face model directory")
-    config = read_json(path, ConfigError, _REPAIR)
-    _check_config(config, str(path))
-    return config
+    return _checked(read_json(path, ConfigError, _REPAIR), str(path))
 
 
-def _check_config(config: dict[str, Any], where: str) -> None:
+def _checked(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a config, or that of the language model of a composite checkpoint."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
             f'{where} has no "model_type" among its {len(config)} keys; '
             'add the one of its family, such as "model_type": "llama"'
         )
+    text = config.get("text_config")
+    if model_type not in COMPOSITES or not isinstance(text, dict):
+        return config
+    inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
+    language_model = {**inherited, **text, COMPOSITE: model_type}
+    if COMPOSITES[model_type] and "tie_word_embeddings" in config:
+        language_model["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return _checked(language_model, f"text_config of {where}")
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:

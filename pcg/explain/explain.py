@@ -30,6 +30,7 @@ from pcg.ranks.mesh import MeshSizes
 from pcg.ranks.step_parts import most_rows
 from pcg.runtime.memory.recurrent_states import check_whole_sequences
 from pcg.runtime.training.torch_optimizers import Optimizer
+from pcg.source import COMPOSITE
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,13 @@ def compare(arguments: CompareArguments) -> dict[str, Report]:
 def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -> dict[str, Report]:
     """Explain several recipes over a model, as `compare` does, with an options object."""
     devices = [find_accelerator(name) for name in options.gpus]
-    recipes = {name: recipes_of(peft) for name, peft in pefts.items()}
     optimizer = Optimizer.of(
         options.optimizer, options.optimizer_options, options.offload_optimizer
     )
     optimizer.check_parted(options.tp)
     source, to_trace = source_of(model)
+    composite = source.config.get(COMPOSITE, "")
+    recipes = {name: recipes_of(peft, composite) for name, peft in pefts.items()}
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
     context, staged, step = None, None, options
     if options.pp > 1:

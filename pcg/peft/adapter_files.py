@@ -18,8 +18,10 @@ Source: `PeftModel.save_pretrained` and `get_peft_model_state_dict` of peft 0.21
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -54,14 +56,17 @@ from pcg.files import (
     verified,
     write_sums,
 )
-from pcg.ir.module_paths import parameter_of, parameter_path
+from pcg.ir.module_paths import first_match, parameter_of, parameter_path
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
+from pcg.peft.targets import TargetedRecipe
 from pcg.peft.weights import ModuleWeights
+from pcg.source import COMPOSITES
 from pcg.tensor_file import read_header
 from pcg.units import shown
 
+_LOG = logging.getLogger("pcg.peft")
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -75,10 +80,14 @@ IsBase: TypeAlias = Callable[[str, Tensor], bool]
 """Returns whether a tensor is the base's own weight of a module, by its path."""
 
 
-def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None = None) -> Adapter:
+def read_adapter(
+    path: str | os.PathLike[str], name: str, is_base: IsBase | None = None, composite: str = ""
+) -> Adapter:
     """Read an adapter of peft or pcg from a directory; tensors are memory-mapped.
 
     Args:
+        composite: the type of the base's checkpoint, if that is composite: the adapter may be of
+            its language model alone, or of the whole, of which other modules are then left out.
         is_base: returns whether a tensor is the base's weight of a module, which peft may also save
             with LoRA on a head; None refuses all of them.
     Raises:
@@ -88,10 +97,10 @@ def read_adapter(path: str | os.PathLike[str], name: str, is_base: IsBase | None
     """
     directory = expanded(path)
     with verified(partial(check_sums, directory, (CONFIG, WEIGHTS), AdapterError, _FIX)):
-        return _read_adapter(directory, name, is_base)
+        return _read_adapter(directory, name, is_base, composite)
 
 
-def _read_adapter(directory: Path, name: str, is_base: IsBase | None) -> Adapter:
+def _read_adapter(directory: Path, name: str, is_base: IsBase | None, composite: str) -> Adapter:
     config = _read_config(directory)
     try:
         with damage_of("it", AdapterError, "; save the adapter again"):
@@ -106,8 +115,57 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None) -> Adapter
         for key, (module, copy) in tensors.copies.items():
             if is_base is None or not is_base(module, copy):
                 raise _unknown_key(file, key, recipe)
+        if composite and isinstance(recipe, TargetedRecipe):
+            recipe = _of_language_model(file, tensors, recipe, COMPOSITES[composite] or "model")
         tensors.parts = _by_path(file, tensors.parts, recipe)
         return _of_weights(file, name, tensors, recipe, config)
+
+
+_IN_LANGUAGE_MODEL = re.compile(
+    r"(?:model\.)?(?:(?:language_model|text_model)\.)?(?:model\.)?(?=layers\.\d)"
+    r"|(?:language_model\.)?(?=lm_head$)"
+)
+"""Paths in a composite checkpoint, or in its language model, of modules of the language model."""
+
+
+def _of_language_model(
+    file: Path, tensors: _Tensors, recipe: TargetedRecipe, base_path: str
+) -> TargetedRecipe:
+    """Keep and rename tensors of the language model; return a recipe that names its modules."""
+    paths = {}
+    for path in (*tensors.parts, *tensors.biases):
+        match = _IN_LANGUAGE_MODEL.match(path)
+        if match is not None:
+            rest = path[match.end() :]
+            paths[path] = rest if rest == "lm_head" else f"{base_path}.{rest}"
+    others = {*tensors.parts, *tensors.biases} - paths.keys()
+    if others:
+        _LOG.warning(
+            "%s also adapts %d modules outside the language model, such as %s; they are left out",
+            file, len(others), min(others),
+        )  # fmt: skip
+    elif all(path == new for path, new in paths.items()):
+        return recipe
+    patterns = {
+        name: {
+            new: value
+            for path, new in paths.items()
+            if (value := first_match(getattr(recipe, name), path, None)) is not None
+        }
+        for name in recipe.patterns
+    }
+    tensors.parts = {new: tensors.parts[p] for p, new in paths.items() if p in tensors.parts}
+    tensors.biases = {new: tensors.biases[p] for p, new in paths.items() if p in tensors.biases}
+    parameters = (".experts", ".base_layer")
+    modules = tuple(path for path in tensors.parts if not path.endswith(parameters))
+    fixed = dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+    names = {field.name for field in dataclasses.fields(recipe)}
+    return dataclasses.replace(
+        recipe,
+        target_modules=modules,
+        **{name: value for name, value in fixed.items() if name in names},
+        **patterns,
+    )
 
 
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -175,13 +233,17 @@ def _of_weights(
     )
 
 
-def recipes_of(peft: object) -> dict[str, Recipe]:
-    """Return the recipes that `peft` names; a recipe without a name is called `default`."""
+def recipes_of(peft: object, composite: str = "") -> dict[str, Recipe]:
+    """Return the recipes that `peft` names; a recipe without a name is called `default`.
+
+    Args:
+        composite: as in `read_adapter`.
+    """
     if peft is None or (isinstance(peft, str) and peft.lower() == "none"):
         return {}
     if isinstance(peft, Mapping) and not is_recipe(peft):
-        return {str(name): _recipe_of(value) for name, value in peft.items()}
-    return {"default": _recipe_of(peft)}
+        return {str(name): _recipe_of(value, composite) for name, value in peft.items()}
+    return {"default": _recipe_of(peft, composite)}
 
 
 def is_recipe(peft: Mapping[Any, Any]) -> bool:
@@ -189,7 +251,7 @@ def is_recipe(peft: Mapping[Any, Any]) -> bool:
     return "peft_type" in peft
 
 
-def _recipe_of(value: object) -> Recipe:
+def _recipe_of(value: object, composite: str) -> Recipe:
     if isinstance(value, str | os.PathLike) and not is_shorthand(value):
         if isinstance(value, str) and os.sep not in value and not is_there(expanded(value)):
             raise AdapterError(
@@ -197,7 +259,7 @@ def _recipe_of(value: object) -> Recipe:
                 "saved adapter"
             )
         # `read_adapter` of the adapter itself compares copies of the base's weights.
-        return read_adapter(value, "adapter", is_base=lambda *_: True).recipe
+        return read_adapter(value, "adapter", lambda *_: True, composite).recipe
     return recipe_from(value)
 
 

@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.source import COMPOSITE, COMPOSITES
 from pcg.trace.layer_kinds import configs_of, layer_kinds, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
@@ -461,7 +462,27 @@ def _build(config: Any, implementation: str) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     except Exception as error:
         raise _NotThisWay(f"{_BUILDING} {in_one_line(error)}") from error
+    if path := COMPOSITES.get(getattr(config, COMPOSITE, "")):
+        _place_at(path, model)
     return model.requires_grad_(False)  # type: ignore[no-any-return]
+
+
+class _Composite(nn.Module):
+    """The base model of a composite checkpoint, which holds that of the language model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (language_model,) = self.children()
+        return language_model(*args, **kwargs)
+
+
+def _place_at(path: str, model: Any) -> None:
+    """Give a language model the module paths, and so the adapters, of a composite checkpoint."""
+    outer, _, inner = path.partition(".")
+    composite = _Composite()
+    composite.add_module(inner, getattr(model, model.base_model_prefix))
+    delattr(model, model.base_model_prefix)
+    model.add_module(outer, composite)
+    model.base_model_prefix = outer
 
 
 def _checkpoint_names(model: nn.Module) -> dict[str, str]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from pcg.errors import ConfigError, PcgError, TraceError, UnsupportedError
+from pcg.source import COMPOSITE, COMPOSITES
 from pcg.units import shown
 
 # ------------------------------------------------------------------------------------------- causes
@@ -56,7 +57,7 @@ class Cause:
 ENCODER_DECODER = Cause("encoder-decoder", "pcg compiles decoder-only causal LMs")
 MULTIMODAL = Cause(
     "more than a language model",
-    "pcg compiles its text_config alone",
+    "pcg takes that of some composites",
     fields=r'"vision_config": \{',
 )
 LENGTH_DEPENDENT_ROPE = Cause(
@@ -309,7 +310,8 @@ def parse_config(config: Mapping[str, Any]) -> Any:
             f"{model_type} is no causal LM in transformers; pcg compiles causal LMs"
         )
     _check_supported(parsed)
-    check_named(fields, parsed)
+    if COMPOSITE not in fields:  # its composite's own defaults, which transformers leaves out
+        check_named(fields, parsed)
     return parsed
 
 
@@ -389,7 +391,8 @@ def _check_supported(config: Any) -> None:
     text = config.get_text_config()
     if text is not config:
         raise UnsupportedError(
-            f"{kind} is {MULTIMODAL.name}; {MULTIMODAL.why}, a {text.model_type}"
+            f"{kind} is {MULTIMODAL.name}; pcg takes the language models of files of "
+            f"{', '.join(sorted(COMPOSITES))}"
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -429,11 +432,18 @@ def renamings_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
     kinds = type(model).__name__, getattr(model.config, "model_type", "")
     rules = next(filter(None, map(get_checkpoint_conversion_mapping, kinds)), ())
-    return tuple(
-        (_name_pattern(rule.source_patterns[0]), rule.target_patterns[0])
-        for rule in rules
-        if type(rule).__name__ == "WeightRenaming" and len(rule.source_patterns) == 1
-    )
+    composite = getattr(model.config, COMPOSITE, "")
+    path = COMPOSITES.get(composite)
+    outer = get_checkpoint_conversion_mapping(composite) or () if path else ()
+    renamings = [
+        (_name_pattern(rule.source_patterns[0]), rule.target_patterns[0].replace(r"\.", "."))
+        for rule in (*outer, *rules)
+        if type(rule).__name__ in ("WeightRenaming", "PrefixChange")
+        and len(rule.source_patterns) == 1
+    ]
+    if path:  # of files with a causal LM in the place of its base model
+        renamings.append((rf"^{re.escape(path)}\.model\.", f"{path}."))
+    return tuple(renamings)
 
 
 def _name_pattern(pattern: str) -> str:

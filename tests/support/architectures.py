@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from pcg.source import COMPOSITES
+
 CAUSAL_LMS: tuple[str, ...] = tuple(
     sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 )
@@ -159,13 +161,26 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 """Fields without which transformers' own defaults contradict one another."""
 
 
+_TOWER = {
+    "depth": 1, "embed_dim": 32, "hidden_size": 32, "image_size": 28, "intermediate_size": 32,
+    "mlp_ratio": 2, "num_attention_heads": 2, "num_heads": 2, "num_hidden_layers": 1,
+    "num_layers": 1, "out_hidden_size": 64, "patch_size": 14,
+}  # fmt: skip
+
+
 def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
     """The config.json of an architecture's defaults, windows and positions included, made small.
 
-    Lists of layers have each of the default's kinds in turn.
+    Lists of layers have each of the default's kinds in turn. A composite's text_config is that of
+    its type.
     """
     made = CONFIG_MAPPING[kind](**_NEEDED.get(kind, {}))
     own: dict[str, Any] = json.loads(made.to_json_string())
+    if kind in COMPOSITES:
+        own["text_config"] = default_config(made.get_text_config().model_type, layers)
+        tower = own.get("vision_config") or {}
+        sizes = {name: size for name, size in _TOWER.items() if type(tower.get(name)) is int}
+        return {**own, "vision_config": {**tower, **sizes}, "dtype": "float32"}
     for name in ("per_layer_config", "time_step_limit"):  # of all layers; infinite
         own.pop(name, None)
     count = next((own[name] for name in _LAYERS if own.get(name)), None)

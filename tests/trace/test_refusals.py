@@ -79,9 +79,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
     ),
     "no language model": ({"model_type": "vit"}, UnsupportedError, r"vit is no causal LM"),
     "more than a language model": (
-        {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 16}},
+        {"model_type": "paligemma", "text_config": {**SMALL, "head_dim": 16}},
         UnsupportedError,
-        r"gemma3 is more than a language model; .* text_config alone, a gemma3_text",
+        r"paligemma is no causal LM",
     ),
     "attention to later tokens": (
         {**SMALL, "model_type": "bert"},

@@ -66,6 +66,7 @@ from pcg.runtime.model.base_weights import TensorSource, WeightStore
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.source import COMPOSITE
 from pcg.units import shown
 
 
@@ -408,7 +409,8 @@ class ModelState:
         if isinstance(path_or_config, Path) or (
             isinstance(path_or_config, str) and not is_shorthand(path_or_config)
         ):
-            adapter = read_adapter(path_or_config, name, self.weight_store.is_own)
+            composite = self.program.config.get(COMPOSITE, "")
+            adapter = read_adapter(path_or_config, name, self.weight_store.is_own, composite)
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
