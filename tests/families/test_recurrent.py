@@ -173,7 +173,7 @@ def test_requests_that_are_preempted(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*FAMILIES, *LATENT))
+@pytest.mark.parametrize("name", [*FAMILIES, *LATENT])
 def test_two_hundred_requests(name: str) -> None:
     assert Kind.PREEMPTED in check_requests(case_of(name), 200, seed=2)
 
