@@ -22,7 +22,7 @@ from pcg.ranks.group import Ranks, run_on_first
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.engine import Engine
 from pcg.runtime.engine.options import EngineArguments
-from pcg.runtime.model.batch import whole_sequences
+from pcg.runtime.engine.rank_commands import put_adapter
 from pcg.runtime.model.state import ModelState, NamedAdapter, ServingProgram
 from pcg.runtime.requests.plain import adapter_facts, sequence_facts
 from pcg.runtime.requests.request import (
@@ -49,29 +49,13 @@ def whole_logits(
     sequences: Sequence[Sequence[int]],
     adapter: NamedAdapter | Sequence[NamedAdapter],
 ) -> list[Tensor]:
-    """Compute the logits of all tokens of whole sequences; see `Executor.logits`.
-
-    Ranks that share the tokens compute their own tokens' logits, and gather all logits.
-    """
+    """Compute the logits of all tokens of whole sequences; see `Executor.logits`."""
     adapters = state.adapters_of(len(sequences), adapter)
     check_same(state.world, "logits", sequence_facts(sequences, adapters))
-    tables = state.serving.tables
-    order = tables.order(adapters)
     for i, sequence in enumerate(sequences):
         if not sequence:
             raise GenerationError(f"sequence {i} has no tokens; give at least one")
-    wanted, chosen = [sequences[i] for i in order], [adapters[i] for i in order]
-    virtual = [0 if item is None else item.prompt_tokens for item in chosen]
-    batch = whole_sequences(wanted, state.device, virtual, cp=state.mesh.cp)
-    sizes = [span.length for span in batch.spans]
-    bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
-    logits = state.serving.runner.logits(batch, bound)
-    if batch.parts is not None:
-        (logits,) = batch.parts.gathered(logits)
-    lengths = [count + len(item) for item, count in zip(wanted, virtual, strict=True)]
-    parts = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
-    by_index = dict(zip(order, parts, strict=True))
-    return [by_index[i] for i in range(len(sequences))]
+    return state.logits(state.serving.runner, state.serving.tables, sequences, adapters)
 
 
 Result = TypeVar("Result")
@@ -349,8 +333,7 @@ class Executor:
                 self.state.check_free(name, replace=replace, expected_version=expected_version)
                 return self.state.make_adapter(name, path_or_config, seed=seed)
 
-            adapter = agreed(self.ranks, f"add_adapter({name!r})", make, adapter_facts)
-            return self.state.put_adapter(adapter)
+            return put_adapter(self.state, name, make)
 
         return self._between_steps(add)
 

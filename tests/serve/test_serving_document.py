@@ -40,7 +40,8 @@ def server(tmp_path, monkeypatch):
 
 def test_the_document_names_every_option_of_the_server():
     options = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServeOptions)}
-    options -= {"--enable-prefix-caching", "--restart", "--warm-up"}  # the page has their --no-…
+    # The page has their --no-….
+    options -= {"--adapter-self-test", "--enable-prefix-caching", "--restart", "--warm-up"}
     assert {option for option in options if f"`{option}" not in TEXT} == set()
 
 

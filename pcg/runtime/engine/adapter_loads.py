@@ -93,6 +93,8 @@ class Loads:
         def add(adapter: Adapter) -> None:
             self._check_open()
             program = state.program_for(adapter)
+            for test in state.self_tests(adapter, program):
+                self._call(test).result()
             program.tables.pack(adapter)
             self._call(partial(put_in, adapter, program)).add_done_callback(
                 partial(pass_result, end)

@@ -76,6 +76,7 @@ class Engine(EngineLoop):
         self._data_limits = arguments.data_limits or DataLimits()
         limits = arguments.limits or Limits()
         state.most_rank = limits.lora_rank
+        state.tests_adapters = arguments.adapter_self_test
         runner, adapters, self.runners = _on_device(state, arguments, limits)
         cache = runner.cache
         state.add_listener(self)

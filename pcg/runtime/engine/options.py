@@ -67,6 +67,8 @@ class EngineArguments(EngineOptions):
         warm_jobs: further jobs whose windows a warm-up records.
         data_limits: limits of a job's data, and of jobs under preparation; `DataLimits()` by
             default.
+        adapter_self_test: refuse a loaded adapter with weights that have no effect on the logits;
+            tested between steps, once for each set of modules and shapes.
     """
 
     limits: Limits | None = None
@@ -84,3 +86,4 @@ class EngineArguments(EngineOptions):
     warm_up: bool = field(default=False, kw_only=True)
     warm_jobs: Sequence[WarmJob] = field(default=(), kw_only=True)
     data_limits: DataLimits | None = field(default=None, kw_only=True)
+    adapter_self_test: bool = field(default=False, kw_only=True)

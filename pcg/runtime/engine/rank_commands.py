@@ -152,7 +152,10 @@ def put_adapter(state: ModelState, name: str, make: Callable[[], Adapter]) -> Ad
         PcgError: a rank could not create the adapter, or the adapters differ.
     """
     adapter = agreed(state.world, f"add_adapter({name!r})", make, adapter_facts)
-    return state.put_adapter(adapter, state.program_for(adapter))
+    program = state.program_for(adapter)
+    for test in state.self_tests(adapter, program):
+        test()
+    return state.put_adapter(adapter, program)
 
 
 class RemoveAdapter(RankCommand, frozen=True):

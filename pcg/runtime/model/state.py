@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,7 +63,9 @@ from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.memory.host_memory import bound_shape_caches
 from pcg.runtime.memory.recurrent_states import check_whole_sequences
 from pcg.runtime.model.base_weights import TensorSource, WeightStore
+from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.runner import ModelRunner
+from pcg.runtime.model.self_test import self_tests
 from pcg.runtime.sampling.grammars import Grammars
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.source import COMPOSITE
@@ -213,6 +215,7 @@ class ModelState:
         grammars: compiles the guides of requests.
         versions: the versions of adapters.
         most_rank: the maximum rank of created or loaded adapters; None for no maximum.
+        tests_adapters: test that the weights of loaded adapters have an effect (`self_tests`).
         engine_thread: the thread that runs an engine over this state; None without a thread.
     """
 
@@ -250,6 +253,8 @@ class ModelState:
         self.adapter_dtype = program.base.adapter_dtype
         self._trainings = TrainingPrograms(program, specialiser, mesh.world)
         self.most_rank: int | None = None
+        self.tests_adapters = False
+        self._tested: set[tuple[object, ...]] = set()
         self._copies_dtype = served_dtype(program.options, program.base, device)
         self.serving = self._bind(program.serving)
 
@@ -258,12 +263,15 @@ class ModelState:
         link = StageLink.of(model, self.stages, self.mesh, self.device)
         weights = self.weight_store.bind(layers, serves=True)
         runner = ModelRunner(serving, weights, self.ranks, self.mesh.alike, link)
+        return ServingProgram(serving, model_sources(model), runner, self._tables(model))
+
+    def _tables(self, model: ModelGraph) -> PaddedTables:
+        layers = self.stage.own(model)
         kind: Callable[..., PaddedTables] = PaddedTables
         if self.program.options.backend == "triton":
             layers = model  # stages count equal pages for an adapter
             kind = partial(RaggedTables, defers=self.mesh.sizes.pp == self.mesh.sizes.cp == 1)
-        tables = kind(layers, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
-        return ServingProgram(serving, model_sources(model), runner, tables)
+        return kind(layers, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
 
     def add_listener(self, listener: StateListener) -> None:
         """Notify a weakly referenced listener of new programs and changed adapters."""
@@ -482,6 +490,46 @@ class ModelState:
         serving = self._specialiser.serving(self.program, recipes)
         check_same(self.world, "the program", {"the serving program": serving_text(serving)})
         return self._bind(serving)
+
+    def self_tests(self, adapter: Adapter, program: ServingProgram) -> Iterator[Callable[[], None]]:
+        """Return the parts of an adapter's self-test; see `pcg.runtime.model.self_test`.
+
+        There are none for an adapter with the modules and shapes of a tested one, as the test
+        depends on nothing else.
+        """
+        shapes = (tuple(tensor.shape) for tensor in adapter.tensors)
+        key = (program.sources, served_sources(adapter), *shapes)
+        if not self.tests_adapters or key in self._tested:
+            return
+        tables = self._tables(program.serving.model)
+        logits = partial(self.logits, program.runner, tables)
+        yield from self_tests(adapter, self.vocabulary, logits)
+        self._tested.add(key)
+
+    def logits(
+        self,
+        runner: ModelRunner,
+        tables: PaddedTables,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter | None],
+    ) -> list[Tensor]:
+        """Compute the logits [S_i, V] of whole sequences, each with its own adapter.
+
+        Ranks that share the tokens compute their own tokens' logits, and gather all logits.
+        """
+        order = tables.order(adapters)
+        wanted, chosen = [sequences[i] for i in order], [adapters[i] for i in order]
+        virtual = [0 if item is None else item.prompt_tokens for item in chosen]
+        batch = whole_sequences(wanted, self.device, virtual, cp=self.mesh.cp)
+        sizes = [span.length for span in batch.spans]
+        bound = tables.bind([chosen[span.number] for span in batch.spans], sizes)
+        logits = runner.logits(batch, bound)
+        if batch.parts is not None:
+            (logits,) = batch.parts.gathered(logits)
+        lengths = [count + len(item) for item, count in zip(wanted, virtual, strict=True)]
+        parts = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
+        by_index = dict(zip(order, parts, strict=True))
+        return [by_index[i] for i in range(len(sequences))]
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter. AdapterError: no adapter has the name, or a job trains it."""

@@ -63,6 +63,7 @@ class ServeOptions:
         kv_cache_gib: memory of the KV cache and its adapters, GiB, in place of the rest of
             `gpu_memory_utilization`; 4 by default without a GPU.
         enable_prefix_caching: share the KV blocks of common prefixes of a tenant's prompts.
+        adapter_self_test: refuse an adapter with weights that have no effect on the logits.
         warm_up: on a GPU, record steps as CUDA graphs and compile their kernels before the first
             request.
         warm_jobs: an expected finetuning job; `warm_up` records its windows. JSON with the `batch`
@@ -143,6 +144,7 @@ class ServeOptions:
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
+    adapter_self_test: bool = True
     warm_up: bool = True
     warm_jobs: Sequence[str] = ()
     policy: PolicyName = "fair-share"
@@ -297,6 +299,7 @@ class ServeOptions:
             kv_cache_bytes=self.kv_cache_bytes,
             gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_caching=self.enable_prefix_caching,
+            adapter_self_test=self.adapter_self_test,
             warm_up=self.warm_up,
             warm_jobs=parse_warm_jobs(self.warm_jobs),
         )
