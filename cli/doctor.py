@@ -50,6 +50,7 @@ def models_command(json: Json = False) -> None:
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**config.get("text_config", {}), **config}
     shape = {
         name: next((config[key] for key in keys if key in config), None)
         for name, keys in FIELDS.items()
