@@ -24,11 +24,20 @@ each:
     …, bfloat16           the same with `adapter_copies="bfloat16"`
     …, pytorch            the same by PyTorch's products, without the native kernel
     transformers          `generate` of the base: the time of all tokens less that of the first
+
+`experts` measures the same of a random Qwen3-MoE (4 layers of 32 experts, 4 a token; 346 MiB) and
+of hybrids of hidden size 512, Qwen3-Next's delta rules and LFM2's convolutions:
+
+    ours, int8            the 16 prompts by fp32 experts, and by a base in int8
+    ours, r8              on 8 adapters of rank 8 on all parameters of experts
+    transformers          `generate` of the base, its experts by `grouped_mm` and by `eager`
+    peft                  an adapter on experts by peft, a prompt at a time
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,7 +46,7 @@ from typing import Any
 import harness as bench
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import pcg
 from pcg.kernels import sgmv
@@ -323,6 +332,82 @@ def decode(rounds: int = 5, new_tokens: int = 32) -> dict[str, Any]:
             result[f"{name}{copies} / base (at least {least})"] = found
         found = bench.ratio(values, name, f"transformers{few}")
         result[f"{name} / transformers' base (at least 1.5)"] = found
+    return result
+
+
+# ---------------------------------------------------------------------------------------- experts
+
+QWEN3_MOE: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1376, "moe_intermediate_size": 384,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": 32, "num_experts_per_tok": 4, "vocab_size": bench.VOCABULARY,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": QWEN3_MOE | {
+        "num_hidden_layers": 8, "num_experts": 0, "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "mlp_only_layers": list(range(8)),
+    },
+    "lfm2": {
+        "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": bench.VOCABULARY,
+        "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
+    },
+}  # fmt: skip
+ON_EXPERTS: dict[str, Any] = {
+    "r": 8, "lora_alpha": 16, "target_modules": [],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}  # fmt: skip
+
+
+def random_model(kind: str, sizes: Mapping[str, Any]) -> Any:
+    config = AutoConfig.for_model(kind, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@bench.case("experts", rounds=1, new_tokens=4)
+def experts(rounds: int = 5, new_tokens: int = 32) -> dict[str, Any]:
+    prompts, one = mixed_prompts()[:FEW], mixed_prompts()[:1]
+    calls: Calls = {}
+    model = random_model("qwen3_moe", QWEN3_MOE)
+    names = [f"r8-{index % FEW_ADAPTERS}" for index in range(FEW)]
+    of_floats = Decoding(model, dict.fromkeys(names, ON_EXPERTS))
+    of_int8 = Decoding(model, {}, quantization="int8")
+    for count, some in ((FEW, prompts), (1, one)):
+        nobody = [None] * count
+        calls[f"ours, {count}"] = partial(of_floats.rate, some, nobody, new_tokens)
+        calls[f"int8, {count}"] = partial(of_int8.rate, some, nobody, new_tokens)
+        for way in ("grouped_mm", "eager"):
+            base = copy_of(model)
+            base.set_experts_implementation(way)
+            run = partial(rate_of_transformers, base, some, new_tokens)
+            calls[f"transformers, {way}, {count}"] = run
+    calls["ours, r8"] = partial(of_floats.rate, prompts, names, new_tokens)
+    wrapped = with_peft(copy_of(model), {"r8": ON_EXPERTS})
+    calls["peft"] = lambda: statistics.harmonic_mean(
+        rate_of_transformers(wrapped, [prompt], new_tokens) for prompt in prompts[:2]
+    )
+    for kind, sizes in HYBRIDS.items():
+        hybrid = random_model(kind, sizes)
+        ours = Decoding(hybrid, {})
+        calls[f"{kind}, ours"] = partial(ours.rate, prompts, [None] * FEW, new_tokens)
+        calls[f"{kind}, transformers"] = partial(rate_of_transformers, hybrid, prompts, new_tokens)
+    values = bench.interleave(calls, rounds)
+    ratio = partial(bench.ratio, values)
+    result: dict[str, Any] = {
+        "new_tokens": new_tokens,
+        "unit": "tokens a second of one thread's processor time",
+        "tokens_per_s": bench.medians(values),
+        "8 adapters on experts / peft (at least 4)": ratio("ours, r8", "peft"),
+    }
+    for count in (FEW, 1):
+        for way in ("grouped_mm", "eager"):
+            to = f"transformers, {way}, {count}"
+            result[f"experts / {to} (at least 1.3)"] = ratio(f"ours, {count}", to)
+        result[f"int8 / fp32, {count} (at least 2)"] = ratio(f"int8, {count}", f"ours, {count}")
+    for kind in HYBRIDS:
+        speed = ratio(f"{kind}, ours", f"{kind}, transformers")
+        result[f"{kind} / transformers (at least 1.3)"] = speed
     return result
 
 

@@ -157,8 +157,14 @@ def _free_folder(output: str | os.PathLike[str]) -> Path:
 def _matrices(program: Program) -> Iterator[_Matrix]:
     for parameter, layer in program.base.parameters():
         if parameter.type.dtype in FORMATS:
-            rows, columns = map(int, parameter.type.features)
             name = parameter.source.format(layer=layer)
+            *experts, rows, columns = parameter.type.features
+            if experts:
+                raise UnsupportedError(
+                    f"{name} has experts, of which pcg writes no quantized checkpoint; quantize on "
+                    f"loading: quantization={parameter.type.dtype!r} (--quantization "
+                    f"{parameter.type.dtype})"
+                )
             yield _Matrix(name, (rows, columns), parameter.transposed)
 
 

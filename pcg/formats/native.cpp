@@ -37,7 +37,7 @@ constexpr int64_t kFewSteps = 10;        // `FEW_STEPS` of `pcg.formats.int8`
 // The kinds of `pcg.formats.native`.
 enum Kind : int64_t {
   kInt8, kInt8Weight, kHighFirst, kLowFirst, kInt4Half, kInt4Bf16, kFp8, kQ8_0, kQ4_0, kQ4_1,
-  kQ4_K, kQ6_K,
+  kQ4_K, kQ6_K, kFloat,
 };
 
 // Tensors are addresses; 0 for none.
@@ -610,7 +610,7 @@ inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int
   return s00;
 }
 
-enum Use { kRows, kInputs, kHeld };
+enum Use { kRows, kInputs, kHeld, kChosen, kProducts };
 
 template <class E, Use use>
 E* buffer(int64_t size) {
@@ -780,6 +780,15 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
     const auto write = [&](int64_t n, int64_t few, int64_t t, int64_t some, __m512 sums) {
       put_sums(y + t * y_stride + start + n, y_stride, few, some, sums);
     };
+    if (m.kind == kFloat) {
+      const int64_t stride = m.row_bytes / sizeof(E);
+      const E* first = at<E>(m.codes) + start * stride;
+      const auto plain = [&](int64_t c, int64_t) {
+        return Rows<E>{first + c, stride, rows_ahead(m.row_bytes) * stride};
+      };
+      multiply_rows(rows, x, x_stride, tokens, columns, plain, write);
+      return;
+    }
     const auto by_chunks = [&](auto kind) {
       constexpr int64_t most = kColumnBytes / sizeof(E);
       E* decoded = buffer<E, kRows>(kBlock * most);
@@ -960,6 +969,38 @@ extern "C" void pcg_multiply(const int64_t* matrices, int64_t count, const void*
     using E = decltype(one);
     E* out = static_cast<E*>(y);
     multiply_all(m, count, static_cast<const E*>(x), x_stride, tokens, out, y_stride, threads);
+  };
+  is_bf16 ? run(Bf16()) : run(0.0f);
+}
+
+// The outputs of rows that chose experts, each of which has `parts` matrices below each other:
+// choice c of `order`, which has those of an expert after another, `sizes` of each, reads row
+// c / share of x and writes row c of y.
+extern "C" void pcg_multiply_chosen(const int64_t* matrices, int64_t parts, const int64_t* order,
+                                    const int64_t* sizes, int64_t experts, const void* x,
+                                    int64_t x_stride, int64_t share, void* y, int64_t y_stride,
+                                    int is_bf16, int threads) {
+  const Matrix* m = reinterpret_cast<const Matrix*>(matrices);
+  const auto run = [&](auto one) {
+    using E = decltype(one);
+    const int64_t columns = m->columns;
+    for (int64_t e = 0; e < experts; order += sizes[e++], m += parts) {
+      const int64_t count = sizes[e];
+      if (!count) continue;
+      int64_t rows = 0;
+      for (int64_t part = 0; part < parts; part++) rows += m[part].rows;
+      E* inputs = buffer<E, kChosen>(count * columns);
+      E* outputs = buffer<E, kProducts>(count * rows);
+      for (int64_t i = 0; i < count; i++) {
+        const E* row = static_cast<const E*>(x) + order[i] / share * x_stride;
+        std::memcpy(inputs + i * columns, row, columns * sizeof(E));
+      }
+      multiply_all(m, parts, inputs, columns, count, outputs, rows, threads);
+      for (int64_t i = 0; i < count; i++) {
+        E* row = static_cast<E*>(y) + order[i] * y_stride;
+        std::memcpy(row, outputs + i * rows, rows * sizeof(E));
+      }
+    }
   };
   is_bf16 ? run(Bf16()) : run(0.0f);
 }

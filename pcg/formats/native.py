@@ -48,6 +48,7 @@ class Kind(IntEnum):
     Q4_1 = 9
     Q4_K = 10
     Q6_K = 11
+    FLOAT = 12
 
 
 @functools.cache
@@ -59,8 +60,13 @@ def _library() -> Any:
     library.pcg_multiply.argtypes = (
         _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG, _FLAG,
     )  # fmt: skip
+    library.pcg_multiply_chosen.argtypes = (
+        _ADDRESS, _INT, _ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG,
+        _FLAG,
+    )  # fmt: skip
     library.pcg_dequantize.argtypes = (_ADDRESS, _INT, _INT, _ADDRESS, _FLAG, _FLAG)
-    library.pcg_multiply.restype = library.pcg_dequantize.restype = None
+    for function in (library.pcg_multiply, library.pcg_multiply_chosen, library.pcg_dequantize):
+        function.restype = None
     return library
 
 
@@ -167,24 +173,70 @@ class Matrices:
 
     def __init__(self, every: Sequence[Matrix]) -> None:
         self._every = every  # whose memory the numbers name
-        self._numbers = np.concatenate([matrix.numbers for matrix in every])
-        self._matrices = self._numbers.ctypes.data, len(every)
+        self._take(np.concatenate([matrix.numbers for matrix in every]))
+
+    def _take(self, numbers: NDArray[np.int64]) -> None:
+        self._numbers = numbers
+        self._matrices = numbers.ctypes.data, numbers.size // len(self._every[0].numbers)
         self._multiply = _library().pcg_multiply
+
+    @classmethod
+    def of_floats(cls, weight: Tensor) -> Matrices:
+        """Return the matrices of a float tensor [n, out, in]; rows are contiguous."""
+        matrices = cls([Matrix(Kind.FLOAT, weight[0], weight.shape[2])])
+        numbers = np.tile(matrices._numbers, (len(weight), 1))
+        numbers[:, _CODES] += np.arange(len(weight)) * weight.stride(0) * weight.itemsize
+        matrices._take(numbers)
+        return matrices
 
     def multiply(self, x: Tensor, y: Tensor) -> bool:
         """Write x W̃ᵀ into y [tokens, rows]; return False if the kernel does not read x."""
-        dtype, (stride, step), (y_stride, y_step) = x.dtype, x.stride(), y.stride()
-        is_read = type(x) is Tensor and dtype in _DTYPES and dtype is y.dtype
-        if not is_read or step != 1 or y_step != 1:
+        if not _is_read(x, y):
             return False
         self._multiply(
-            *self._matrices, x.data_ptr(), stride, x.shape[0], y.data_ptr(), y_stride,
-            dtype is torch.bfloat16, torch.get_num_threads(),
+            *self._matrices, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0),
+            x.dtype is torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip
         return True
+
+    def multiply_chosen(self, x: Tensor, order: Tensor, sizes: Tensor, y: Tensor) -> bool:
+        """Multiply rows by the experts that they chose; return False if the kernel does not.
+
+        Args:
+            x: [T, in] or [T k, in], whose rows make one or k choices.
+            order: the choices [T k] in the order of their experts, int64.
+            sizes: the number of choices of each expert, [E], int64; an expert has as many matrices
+                as any other.
+            y: receives the output of each choice, [T k, out].
+        """
+        if not _is_read(x, y):
+            return False
+        first, count = self._matrices
+        _library().pcg_multiply_chosen(
+            first, count // len(sizes), order.data_ptr(), sizes.data_ptr(), len(sizes),
+            x.data_ptr(), x.stride(0), len(y) // len(x), y.data_ptr(), y.stride(0),
+            x.dtype is torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+        return True
+
+
+_CODES = 3
+"""The place of the address of codes in a matrix's numbers."""
+
+
+def _is_read(x: Tensor, y: Tensor) -> bool:
+    """Return whether the kernel reads x [tokens, in] and writes y of its dtype."""
+    is_known = type(x) is Tensor and x.dtype in _DTYPES and x.dtype is y.dtype
+    return is_known and x.stride(1) == y.stride(1) == 1
 
 
 def joined(every: Sequence[Matrix | None]) -> Matrices | None:
     """Return matrices below each other; None unless the kernel multiplies by all."""
     known = [matrix for matrix in every if matrix is not None and matrix.multiplies]
     return Matrices(known) if len(known) == len(every) else None
+
+
+def reads(weight: Tensor) -> bool:
+    """Return whether the kernel multiplies by the float matrices of [n, out, in]."""
+    is_plain = type(weight) is Tensor and weight.dtype in _DTYPES and weight.stride(2) == 1
+    return is_plain and is_native(weight.device)

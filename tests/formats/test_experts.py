@@ -124,7 +124,7 @@ def test_float_experts_are_quantized_on_loading(name: str, family: str) -> None:
     executor = compiled.executor(model, quantization=name, dtype="float32")
     (found,) = executor.logits([IDS])
     expected = oracle.logits(with_stored_weights(model, executor), IDS)
-    tolerance = TOLERANCE if name in EXACT else 0.03
+    tolerance = TOLERANCE if name in EXACT else 0.05
     assert oracle.relative_error(found, expected) < tolerance
     assert oracle.relative_error(found, oracle.logits(model, IDS)) > 10 * TOLERANCE
     predicted = pcg.explain(config, None, quantization=name, dtype="float32")

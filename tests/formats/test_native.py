@@ -14,7 +14,9 @@ from torch import Tensor
 from pcg.formats import native
 from pcg.formats.format import Parts
 from pcg.formats.registry import FORMATS
-from pcg.kernels.torch.quantized import Block, QuantizedWeight
+from pcg.kernels.torch.experts import expert_linear
+from pcg.kernels.torch.products import linear, stand_in_tensor
+from pcg.kernels.torch.quantized import Block, QuantizedWeight, expert_matrices
 
 CPU = torch.device("cpu")
 NAMES = [*FORMATS, "int4_g96"]
@@ -177,6 +179,39 @@ def test_weights_below_each_other_are_multiplied_at_once() -> None:
         parts = [weight.linear(x, ()) for weight in (weights[0], *others)]
         torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=2e-6, atol=2e-6)
     assert weights[0].joined(weights[1:]) is weights[0].joined(weights[1:])
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["float", "nf4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(tokens=st.integers(1, 40), shares=st.booleans(), experts=st.integers(1, 6))
+def test_experts_are_multiplied_at_once(
+    name: str, dtype: torch.dtype, tokens: int, shares: bool, experts: int
+) -> None:
+    """Each choice has the product of its expert, for a row of a token or of a choice."""
+    k, out, size = min(3, experts), 37, 128
+    indices = drawn(tokens, experts, seed=tokens).topk(k).indices
+    x = drawn(*((tokens,) if shares else (tokens, k)), size, seed=1).to(dtype)
+    bias = drawn(experts, out, 1, seed=2).to(dtype)
+    every = [0.05 * drawn(out, size, seed=10 + expert) for expert in range(experts)]
+    if name == "float":
+        weight = torch.stack(every).to(dtype)
+        assert native.reads(weight)
+    else:
+        format_ = FORMATS[name]
+        blocks = [Block(format_, format_.packed(format_.quantize(each))) for each in every]
+        weight = stand_in_tensor((experts, out, size), dtype, QuantizedWeight(tuple(blocks)))
+    y = expert_linear(x, indices, weight, bias)
+    rows = x.unsqueeze(1).expand(tokens, k, size) if shares else x
+    matrices = expert_matrices(weight)
+    expected = torch.stack(
+        [
+            linear(row.unsqueeze(0), matrices[expert], bias[expert].view(-1))
+            for row, expert in zip(rows.flatten(0, 1), indices.flatten().tolist(), strict=True)
+        ]
+    ).view(tokens, k, out)
+    error = (y - expected).abs().max() / expected.abs().max()
+    assert error < ERROR[dtype]
 
 
 @needs_kernel

@@ -3,24 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pcg.formats import native
 from pcg.kernels.batch import Segments
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import linear, linear_backward
-from pcg.kernels.torch.quantized import expert_matrices
+from pcg.kernels.torch.quantized import expert_matrices, native_experts
 
 
 def expert_linear(x: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return [T, k, out]: each token by its k experts; see the operator."""
-    y, matrices = x.new_empty(indices.numel(), weight.shape[1]), expert_matrices(weight)
+    y = x.new_empty(indices.numel(), weight.shape[1])
+    if _is_multiplied(x, indices, weight, y):
+        if bias is not None:
+            y += bias.flatten(1)[indices.flatten()]
+        return y.view(*indices.shape, -1)
+    matrices = expert_matrices(weight)
     for expert, places in _chosen(indices, weight.shape[0]):
         of_expert = None if bias is None else bias[expert].view(-1)
         y[places] = linear(_rows(x, indices, places), matrices[expert], of_expert)
     return y.view(*indices.shape, -1)
+
+
+_FEW_ROWS = 32
+"""The most rows of an expert that the native kernel multiplies by float weights: for 1 to 32 it
+needs 0.5 to 0.95 of the time of MKL, for 64 1.3 (benchmarks/generation.py)."""
+
+
+def _is_multiplied(x: Tensor, indices: Tensor, weight: Tensor, y: Tensor) -> bool:
+    """Write the products of all choices into y by the native kernel; return whether it can."""
+    if weight.is_meta:
+        matrices = native_experts(weight)
+    elif native.reads(weight) and x.dtype is weight.dtype and not weight.requires_grad:
+        few = max(_groups(indices, len(weight)).sizes) <= _FEW_ROWS
+        matrices = _floats(weight) if few else None
+    else:
+        matrices = None
+    if matrices is None or x.requires_grad:
+        return False
+    groups = _groups(indices, len(weight))
+    rows = x if x.dim() == 2 else x.flatten(0, 1)
+    return len(y) > 0 and matrices.multiply_chosen(rows, groups.order, groups.counts, y)
+
+
+def _floats(weight: Tensor) -> native.Matrices:
+    """Return float experts for the native kernel, which are kept with their tensor."""
+    known: tuple[int, native.Matrices] | None = getattr(weight, "pcg_matrices", None)
+    if known is None or known[0] != weight.data_ptr():
+        known = weight.data_ptr(), native.Matrices.of_floats(weight)
+        weight.pcg_matrices = known  # type: ignore[attr-defined]
+    return known[1]
 
 
 def expert_linear_backward(dy: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
@@ -150,21 +188,33 @@ def _rows(x: Tensor, indices: Tensor, places: Tensor) -> Tensor:
 
 def _chosen(indices: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each chosen expert, and the places of its choices among [T k]."""
-    order, counts = _groups(indices, count)
-    for expert, places in enumerate(order.split(counts)):
+    groups = _groups(indices, count)
+    for expert, places in enumerate(groups.order.split(groups.sizes)):
         if len(places):
             yield expert, places
 
 
-def _groups(indices: Tensor, count: int) -> tuple[Tensor, list[int]]:
-    """Return the choices [T k] in the order of their experts, and the number of each expert's.
+@dataclass(frozen=True)
+class _Groups:
+    """The choices [T k] in the order of their experts, and the number of each expert's, [E]."""
+
+    order: Tensor
+    counts: Tensor
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        sizes: list[int] = self.counts.tolist()
+        return sizes
+
+
+def _groups(indices: Tensor, count: int) -> _Groups:
+    """Return the choices by expert.
 
     The products of a mixture share them: they are kept with the indices, which nobody writes.
     """
-    groups: tuple[Tensor, list[int]] | None = getattr(indices, "pcg_groups", None)
+    groups: _Groups | None = getattr(indices, "pcg_groups", None)
     if groups is None:
         flat = indices.reshape(-1)
-        counts = torch.bincount(flat, minlength=count).tolist()
-        groups = flat.argsort(stable=True), counts
+        groups = _Groups(flat.argsort(stable=True), torch.bincount(flat, minlength=count))
         indices.pcg_groups = groups  # type: ignore[attr-defined]
     return groups

@@ -86,13 +86,14 @@ class QuantizedWeight(StandIn):
         return sum(block.parts.rows for block in self.blocks)
 
     @cached_property
-    def _matrices(self) -> native.Matrices | None:
+    def matrices(self) -> native.Matrices | None:
+        """The blocks as the native kernel multiplies by them; None where another product does."""
         return native.joined([block.matrix for block in self.blocks])
 
     def linear(self, x: Tensor, others: Sequence[QuantizedWeight]) -> Tensor:
         weight = self.joined(others) if others else self
         y = x.new_empty(x.shape[0], weight._rows)
-        matrices = weight._matrices
+        matrices = weight.matrices
         if matrices is None or not matrices.multiply(x, y):
             for block, (start, stop) in weight._spans():
                 block.linear(x, y[:, start:stop])
@@ -169,3 +170,9 @@ def expert_matrices(weight: Tensor) -> Tensor | Sequence[Tensor]:
     """Return the matrices of experts [E, out, in] by index; stand-ins for quantized ones."""
     stand_in = stand_in_of(weight) if has_stand_in(weight) else None
     return stand_in.experts(weight) if isinstance(stand_in, QuantizedWeight) else weight
+
+
+def native_experts(weight: Tensor) -> native.Matrices | None:
+    """Return the matrices of quantized experts for the native kernel; None if it has no such."""
+    stand_in = stand_in_of(weight)
+    return stand_in.matrices if isinstance(stand_in, QuantizedWeight) else None
