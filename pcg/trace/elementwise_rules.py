@@ -23,7 +23,15 @@ from pcg.trace.flat_graph import (
 Rule = Callable[[FlatGraph, Node], Any]
 
 
-_UNTAGGED = ("fill", "floor_divide", "log_sigmoid", "masked_fill", "where", "zeros_like")
+_UNTAGGED = (
+    "fill",
+    "floor_divide",
+    "log_sigmoid",
+    "masked_fill",
+    "ones_like",
+    "where",
+    "zeros_like",
+)
 """Pointwise operators that PyTorch does not tag in all their overloads."""
 _ROWWISE = (
     "amax", "amin", "argmax", "argmin", "cumprod", "cumsum", "flip", "glu", "linalg_vector_norm",

@@ -48,6 +48,7 @@ from pcg.trace.markers import (
 )
 from pcg.trace.model_config import (
     check_module,
+    check_positions,
     in_one_line,
     parse_config,
     positions_of,
@@ -409,6 +410,7 @@ def _export_with(
     implementation: str | None, model: nn.Module, model_implementation: str | None, whole: bool
 ) -> Exported:
     """Export a model by an attention implementation; `model_implementation` is a module's own."""
+    check_positions(model)
     path, kinds = layer_kinds(model)
     run = functools.partial(_run, model)
     is_given = model_implementation is not None

@@ -17,6 +17,7 @@ from torch.fx import Node
 from pcg.errors import TraceError, TypeCheckError
 from pcg.ir.graph import Graph, Parameter, Value
 from pcg.ir.types import TOKENS, tensor
+from pcg.trace.complex_rules import COMPLEX_RULES, VIEWS, ComplexValue, by_parts
 from pcg.trace.elementwise_rules import carried, detached
 from pcg.trace.export import Exported, quiet
 from pcg.trace.flat_graph import FlatGraph, FlatValue, dtype_of, refusal, scope_of, traced_shape
@@ -127,9 +128,18 @@ class _Importer:
         if folded is not None:
             return folded
         name = _base_name(node.target)
+        if any(isinstance(self.flat.values.get(n), ComplexValue) for n in node.all_input_nodes):
+            return self._complex(node, name)
         if name.endswith("_") and isinstance(node.args[0], Node):
             return self._in_place(node, name.removesuffix("_"))
         return RULES.get(name, carried)(self.flat, node)
+
+    def _complex(self, node: Node, name: str) -> Any:
+        if name in COMPLEX_RULES:
+            return COMPLEX_RULES[name](self.flat, node)
+        if name.removeprefix("aten.") in VIEWS:
+            return by_parts(RULES[name], self.flat, node)
+        raise refusal(node, "pcg computes products and views of complex numbers alone")
 
     def _in_place(self, node: Node, name: str) -> Any:
         """Import an operator that writes its operand; later readers see the result."""

@@ -65,6 +65,10 @@ LENGTH_DEPENDENT_ROPE = Cause(
     "pcg does rope types that are a function of the position",
     refusal=r"aten\.max\.default in \S*rotary",
 )
+POSITIONS = Cause(
+    "positions computed from the tokens",
+    "a padding token counts for none; pcg gives each token its position",
+)
 INPUTS_PER_LAYER = Cause(
     "per-layer input embeddings",
     "each layer reads its slice of a second embedding of the tokens",
@@ -82,11 +86,6 @@ CAUSES: tuple[Cause, ...] = (
         "sparse attention",
         "a token attends to tokens that are computed; pcg has causal attention to all or a window",
         fields=r'"index_topk(_blocks)?": [1-9]|"attention_type": "block_sparse"|"lsh"',
-    ),
-    Cause(
-        "rotation by complex numbers",
-        "pcg rotates by cosines and sines",
-        fields=r'"model_type": "deepseek_v2"',
     ),
     Cause(
         "chunked attention",
@@ -112,11 +111,6 @@ CAUSES: tuple[Cause, ...] = (
         fields=r'"attn_type": "bi"|"causal": false',
         refusal="attends to later tokens",
     ),
-    Cause(
-        "embeddings of token types",
-        "an encoder run as a decoder; pcg's models read tokens and positions alone",
-        fields=r'"type_vocab_size": \d',
-    ),
     MULTIMODAL,
     Cause(
         "layers that run several times",
@@ -138,11 +132,7 @@ CAUSES: tuple[Cause, ...] = (
         "pcg has causal attention, windows and ALiBi",
         refusal="has an attention that pcg cannot raise",
     ),
-    Cause(
-        "positions computed from the tokens",
-        "pcg gives each token its position",
-        refusal=r"in \S*embed_positions",
-    ),
+    POSITIONS,
     Cause(
         "a computation that changes with the number of tokens",
         "pcg's graphs are the same for every length",
@@ -382,6 +372,13 @@ def check_module(model: nn.Module) -> None:
                 "the model with unquantized weights"
             )
     _check_supported(config)
+
+
+def check_positions(model: nn.Module) -> None:
+    """Refuse a model without position_ids that computes positions from the tokens."""
+    for path, module in model.named_modules():
+        if hasattr(type(module), "create_position_ids_from_input_ids"):
+            raise UnsupportedError(f"{path} has {POSITIONS.name}; {POSITIONS.why}")
 
 
 def _check_supported(config: Any) -> None:

@@ -69,6 +69,10 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
         for config in configs:
             if getattr(config, "num_hidden_layers", None) == count:
                 config.num_hidden_layers = len(chosen)
+            if overrides := getattr(config, "_heterogeneity_spec", None):
+                by_layer = overrides.per_layer_overrides
+                places = {place: by_layer.get(index) for place, index in enumerate(chosen)}
+                config.per_layer_config = {place: each for place, each in places.items() if each}
         yield
 
 

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from pcg.ir.graph import Value
 from pcg.trace import elementwise_rules as elementwise
+from pcg.trace.complex_rules import polar, view_as_complex
 from pcg.trace.elementwise_rules import Rule, binary, broadcast, unary
 from pcg.trace.flat_graph import (
     FlatGraph,
@@ -110,6 +111,8 @@ def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
     if "t" not in x.tags:  # along tokens, broadcasting operators repeat it
         shape = tuple(1 if size is None else size for size in shape)
     added = len(shape) - len(x.shape)
+    if added == 1 and x.tags[:1] == "t" and shape[0] == 1:
+        return replace(x, tags=f"b{x.tags}", shape=(1, *x.shape))
     tags = "d" * added + x.tags
     if added and "t" in x.tags:
         raise refusal(node, "it adds dims before tokens")
@@ -322,6 +325,25 @@ def arange(flat: FlatGraph, node: Node) -> FlatValue:
     return FlatValue(flat.cast("position_ids", dtype_of(node.meta["val"])), "t", (None,))
 
 
+def filled(flat: FlatGraph, node: Node) -> FlatValue:
+    """Import a number for each token; torch.zeros, torch.ones and torch.full."""
+    shape = traced_shape(node)
+    tags = "".join("t" if size is None else "d" for size in shape)
+    if tags.count("t") != 1:
+        raise refusal(node, "it fills a tensor with a number, and not for each token")
+    tags = "b" + tags[1:] if shape[0] == 1 else tags
+    numbers = {"zeros": 0, "ones": 1}
+    number = numbers.get(node.target._schema.name.removeprefix("aten::"))  # type: ignore[union-attr]
+    number = argument(node, 1) if number is None else number
+    name = flat.add("mul", flat.cast("position_ids", dtype_of(node.meta["val"])), scalar=0)
+    name = flat.add("add", name, scalar=number) if number else name
+    lies = FlatValue("", tags, shape)
+    name = flat.reshape(name, (1,) * len(lies.features))
+    if lies.features:
+        name = flat.add("expand", name, shape=(-1, *lies.features))
+    return lies.named(name)
+
+
 def embedding(flat: FlatGraph, node: Node) -> FlatValue:
     table, ids = flat.tensor(node.args[0]), flat.tensor(node.args[1])
     name = flat.add("embedding", table.name, flat.reshape(ids.name, ()))
@@ -343,6 +365,9 @@ def gather(flat: FlatGraph, node: Node) -> FlatValue:
         return index.named(flat.add("take_along", table.name, index.name))
     if node.args[1] != 1 or flat.builder.types[name].features or "t" in table.tags:
         raise refusal(node, "it is not a look-up of rows by token")
+    if table.tags == "dd" and index.tags == "bt":  # entries of a row
+        column = flat.reshape(table.name, (table.shape[1] or 0, 1))
+        return index.named(flat.reshape(flat.add("embedding", column, name), ()))
     rows = flat.reshape(table.name, table.features[-2:])
     return index.named(flat.add("embedding", rows, name))
 
@@ -356,10 +381,19 @@ def index(flat: FlatGraph, node: Node) -> FlatValue:
         if data is not None and data.numel() == 1 and data.dim() == 1:
             position = int(data.item()) % (x.shape[dim] or 1)
             return _sliced(flat, x, dim, position, position + 1)
-        if "t" not in x.tags and "t" in by.tags and dim == 0 and len(x.tags) == 2:
-            name = flat.add("embedding", x.name, flat.reshape(by.name, ()))
-            return FlatValue(name, by.tags + "d", traced_shape(node))
+        if "t" not in x.tags and "t" in by.tags and dim == 0 and len(x.tags) <= 2:
+            table = flat.reshape(x.name, (x.shape[0] or 0, x.shape[1] or 0 if x.shape[1:] else 1))
+            name = flat.add("embedding", table, flat.reshape(by.name, by.features))
+            return flat.reshaped(name, by.tags + "d" * len(x.tags[1:]), traced_shape(node))
     raise refusal(node, "only one entry of a feature dim, or rows of a table, can be indexed")
+
+
+def index_select(flat: FlatGraph, node: Node) -> FlatValue:
+    table, ids = flat.tensor(node.args[0]), flat.tensor(node.args[2])
+    if table.tags != "dd" or node.args[1] != 0 or "t" not in ids.tags:
+        raise refusal(node, "it is not a look-up of rows by token")
+    name = flat.add("embedding", table.name, flat.reshape(ids.name, ()))
+    return FlatValue(name, ids.tags + "d", traced_shape(node))
 
 
 # ------------------------------------------------------------------------------------ product rules
@@ -476,6 +510,17 @@ def topk(flat: FlatGraph, node: Node) -> list[FlatValue]:
     return [FlatValue(name, x.tags, (*x.shape[:-1], k)) for name in names]
 
 
+def maximum(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    """Import the largest entry of the last dim, and its index."""
+    x, dim = flat.tensor(node.args[0]), int(argument(node, 1))
+    if dim % len(x.tags) != len(x.tags) - 1 or x.tags[-1] != "d":
+        raise refusal(node, "it is over other dims than the last")
+    names = flat.add_many("topk", x.name, k=1)
+    tags = x.tags if argument(node, 2, False) else x.tags[:-1]
+    shape = tuple(s if isinstance(s, int) else None for s in node.meta["val"][0].shape)
+    return [flat.reshaped(name, tags, shape) for name in names]
+
+
 def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
     """Import a product by experts; a bias [E, out] becomes [E, out, 1], with weights' dims."""
     x, indices, weight, *biases = [flat.tensor(a) for a in node.args[:4] if a is not None]
@@ -513,7 +558,9 @@ def recurrence(flat: FlatGraph, node: Node) -> FlatValue:
 _UNARY = ("cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _BINARY = ("add", "div", "mul", "sub")
 _IDENTITIES = ("alias", "clone", "contiguous", "lift_fresh_copy")
-_RESHAPES = ("_unsafe_view", "flatten", "reshape", "squeeze", "unflatten", "view")
+_RESHAPES = (
+    "_unsafe_view", "flatten", "reshape", "reshape_as", "squeeze", "unflatten", "view", "view_as",
+)  # fmt: skip
 
 _ATEN: Mapping[str, Rule] = {
     **{name: unary(name) for name in _UNARY},
@@ -524,12 +571,13 @@ _ATEN: Mapping[str, Rule] = {
     **dict.fromkeys(("_softmax", "softmax"), softmax),
     **dict.fromkeys(("bmm", "matmul", "mm"), matmul),
     **dict.fromkeys(("broadcast_to", "expand", "expand_as"), expand),
+    **dict.fromkeys(("cat", "concat"), concat),
+    **dict.fromkeys(("full", "ones", "zeros"), filled),
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), split),
     **dict.fromkeys(("t", "transpose"), transpose),
     "_weight_norm": weight_norm,
     "addmm": addmm,
     "arange": arange,
-    "cat": concat,
     "clamp": unary("clamp", min=1, max=2),
     "copy": copy,
     "detach": elementwise.detach,
@@ -538,13 +586,16 @@ _ATEN: Mapping[str, Rule] = {
     "gather": gather,
     "gelu": elementwise.gelu,
     "index": index,
+    "index_select": index_select,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "linear": linear,
+    "max": maximum,
     "mean": reduction("mean"),
     "new_empty": new_empty,
     "numpy_T": reverse,
     "permute": permute,
+    "polar": polar,
     "pow": elementwise.power,
     "repeat": repeat,
     "repeat_interleave": repeat_interleave,
@@ -557,6 +608,7 @@ _ATEN: Mapping[str, Rule] = {
     "sum": reduction("sum"),
     "topk": topk,
     "unsqueeze": unsqueeze,
+    "view_as_complex": view_as_complex,
 }
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _ATEN.items()},

@@ -178,6 +178,8 @@ def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
     own: dict[str, Any] = json.loads(made.to_json_string())
     if kind in COMPOSITES:
         own["text_config"] = default_config(made.get_text_config().model_type, layers)
+        if kind == "gemma4":  # as its dense and its mixture checkpoints
+            own["text_config"] |= {"hidden_size_per_layer_input": 0}
         tower = own.get("vision_config") or {}
         sizes = {name: size for name, size in _TOWER.items() if type(tower.get(name)) is int}
         return {**own, "vision_config": {**tower, **sizes}, "dtype": "float32"}

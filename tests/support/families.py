@@ -335,6 +335,13 @@ FAMILIES: tuple[Family, ...] = (
         extra=True,
     ),
     Family("deepseek_v3", "deepseek_v3", _of(_LATENT, **_GROUPED, first_k_dense_replace=1), _MLA),
+    Family(
+        "deepseek_v2",
+        "deepseek_v2",
+        _of(_LATENT, **_GROUPED, topk_method="group_limited_greedy", first_k_dense_replace=1),
+        _MLA,
+        extra=True,
+    ),
     Family("glm4_moe_lite", "glm4_moe_lite", _of(_LATENT, **_GROUPED), _MLA, extra=True),
     Family("minicpm3", "minicpm3", _LATENT, _MLA, extra=True),
     Family("stablelm", "stablelm", _LLAMA),

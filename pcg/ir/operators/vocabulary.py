@@ -31,7 +31,7 @@ from pcg.ir.types import tensor
 
 
 class Embedding(Operator):
-    """Rows of a table by index: `table: [V, h]`, `ids: [T]` give `[T, h]`.
+    """Rows of a table by index: `table: [V, h]`, `ids: [T, …]` give `[T, …, h]`.
 
     `dtype` is that of the rows of a quantized table.
     """
@@ -46,10 +46,10 @@ class Embedding(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         table, ids = types
-        if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise or ids.features:
-            raise TypeCheckError(f"embedding takes a [V, h] table and ids [T], not {table}, {ids}")
+        if ids.is_float or len(table.dims) != 2 or not ids.is_token_wise:
+            raise TypeCheckError(f"embedding takes a [V, h] table and ids of T, not {table}, {ids}")
         rows = table.with_dtype(attributes.get("dtype", table.dtype))
-        return (rows.with_shape((ids.shape[0], table.shape[1])),)
+        return (rows.with_shape((*ids.shape, table.shape[1])),)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1, 0), (-1,)

@@ -60,7 +60,11 @@ class _Folder:
         self.graph = graph
         self.layers_path = layers_path
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
-        self._positional = self._depend_on({"position_ids"}, "constant")
+        outer = {p.name for p in graph.parameters if not p.source.startswith(f"{layers_path}.")}
+        constant = self._depend_on(set(), "constant") | outer
+        self._positional = self._depend_on({"position_ids"}, "constant") | (
+            self._depend_on({"position_ids", *outer}) - self._depend_on(constant)
+        )
         self._weights = self._depend_on(set(), "frozen", "constant")
         matches = (self._pattern.match(node.scope) for node in graph.nodes)
         self._count = 1 + max((int(match[1]) for match in matches if match), default=-1)
