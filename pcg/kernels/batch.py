@@ -401,6 +401,13 @@ class SequenceStates:
         """Take the states after the batch's tokens."""
         raise NotImplementedError
 
+    def slots_of(self, layer: int, number: int) -> tuple[Tensor, Tensor] | None:
+        """Return states [slots, …] to change in place, and each sequence's slot, [n].
+
+        None if they are no such, a sequence is new, or a snapshot is to be kept.
+        """
+        return None
+
     def keep(self, layer: int, number: int, slot: int, state: Tensor) -> None:
         """Take the state of a snapshot, [1, …]."""
         raise NotImplementedError

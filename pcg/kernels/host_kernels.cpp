@@ -1,5 +1,5 @@
-// Attention of single new tokens, norms and rotary embedding on CPUs, where a call of PyTorch's
-// operators costs more than their arithmetic.
+// Attention, recurrences and short convolutions of single new tokens, norms and rotary embedding on
+// CPUs, where a call of PyTorch's operators costs more than their arithmetic.
 //
 //     attention   s = scale * q k^T;  s = softcap * tanh(s / softcap);  s += slope * distance
 //                 out = softmax(s) v
@@ -367,4 +367,81 @@ extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, floa
     is_bf16 ? attend<Bf16>(call, sequence, head, scale, softcap)
             : attend<float>(call, sequence, head, scale, softcap);
   }
+}
+
+namespace {
+
+// A token of a head: N vectors of columns of its state [keys, values], which is read twice and
+// written once. A decay is of the head (step 0) or of each key (step 1).
+template <int N>
+void recur(float* state, int64_t keys, int64_t values, const float* q, const float* k,
+           const float* v, const float* decay, int64_t step, const float* beta, float* out) {
+  Floats added[N], sums[N] = {};
+  for (int n = 0; n < N; n++) added[n] = load(v + n * kLanes);
+  if (beta) {
+    Floats known[N] = {};
+    for (int64_t i = 0; i < keys; i++) {
+      const float factor = k[i] * decay[i * step];
+      for (int n = 0; n < N; n++) known[n] += load(state + i * values + n * kLanes) * factor;
+    }
+    for (int n = 0; n < N; n++) added[n] = (added[n] - known[n]) * *beta;
+  }
+  for (int64_t i = 0; i < keys; i++, state += values) {
+    for (int n = 0; n < N; n++) {
+      const Floats row = load(state + n * kLanes) * decay[i * step] + added[n] * k[i];
+      std::memcpy(state + n * kLanes, &row, sizeof row);
+      sums[n] += row * q[i];
+    }
+  }
+  std::memcpy(out, sums, sizeof sums);
+}
+
+}  // namespace
+
+// The states of sequences lie in slots, `stride` elements from one to the next; q and k are
+// [tokens, groups, keys], v and out [tokens, heads, values], decay [tokens, heads, keys or 1], the
+// factor on the state, and beta [tokens, heads] or 0. values is a multiple of 16.
+extern "C" void pcg_recur(float* states, int64_t stride, const int64_t* slots, int64_t tokens,
+                          int64_t heads, int64_t groups, int64_t keys, int64_t values,
+                          const float* q, const float* k, const float* v, const float* decay,
+                          int64_t decays, const float* beta, float* out, int threads) {
+  by_tokens(tokens, heads * keys * values, threads, [&](int64_t t) {
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t head = t * heads + h, group = (t * groups + h / (heads / groups)) * keys;
+      float* state = states + slots[t] * stride + h * keys * values;
+      const auto run = [&](auto count, int64_t column) {
+        recur<count.value>(state + column, keys, values, q + group, k + group,
+                           v + head * values + column, decay + head * decays, decays > 1,
+                           beta ? beta + head : nullptr, out + head * values + column);
+      };
+      int64_t column = 0;
+      for (; column + kColumns <= values; column += kColumns) run(Count<kVectors>(), column);
+      for (; column < values; column += kLanes) run(Count<1>(), column);
+    }
+  });
+}
+
+// A short convolution of a token of each sequence, whose last inputs [size, channels] lie in slots;
+// taps are [size + 1, channels], and bias is 0 for none.
+extern "C" void pcg_convolve(void* states, int64_t stride, const int64_t* slots, int64_t tokens,
+                             int64_t channels, int64_t size, const void* x, int64_t x_stride,
+                             const float* taps, const float* bias, void* out, int is_bf16,
+                             int threads) {
+  const auto run = [&](auto* outputs) {
+    using E = std::remove_pointer_t<decltype(outputs)>;
+    by_tokens(tokens, channels * size, threads, [&](int64_t t) {
+      E* state = static_cast<E*>(states) + slots[t] * stride;
+      const E* input = static_cast<const E*>(x) + t * x_stride;
+      for (int64_t c = 0; c < channels; c++) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < size; i++)
+          sum += widened(state[i * channels + c]) * taps[i * channels + c];
+        sum += widened(input[c]) * taps[size * channels + c];
+        outputs[t * channels + c] = rounded<E>(bias ? sum + bias[c] : sum);
+      }
+      std::memmove(state, state + channels, (size - 1) * channels * sizeof(E));
+      std::memcpy(state + (size - 1) * channels, input, channels * sizeof(E));
+    });
+  };
+  is_bf16 ? run(static_cast<Bf16*>(out)) : run(static_cast<float*>(out));
 }

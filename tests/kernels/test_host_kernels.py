@@ -255,3 +255,62 @@ def test_rows_are_appended_where_they_belong(count: int, dtype: torch.dtype) -> 
     expected = cache.index_copy(1, rows, x.transpose(0, 1))
     host_kernels.append(cache, x, rows)
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("kind", ["state space", "delta rule", "Kimi's delta rule"])
+@pytest.mark.parametrize("values", [16, 64, 112])
+def test_recurrences_change_states_in_their_slots(
+    values: int, kind: str, dtype: torch.dtype
+) -> None:
+    tokens, heads, groups, keys = 5, 6, 2, 24
+    generator = torch.Generator().manual_seed(values)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    states, slots = drawn(9, heads, keys, values), torch.tensor([7, 0, 3, 8, 2])
+    q, k = (functional.normalize(drawn(tokens, groups, keys), dim=-1).to(dtype) for _ in range(2))
+    decay = -drawn(tokens, heads, *((keys,) if kind.startswith("Kimi") else ())).abs()
+    inputs = [q, k, drawn(tokens, heads, values).to(dtype), decay]
+    if kind != "state space":
+        inputs.append(drawn(tokens, heads).sigmoid())
+    q, k, v, decay, *betas = (x.double() for x in inputs)
+    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q, k))
+    expected = states.double()
+    of_tokens = expected[slots] * decay.exp().reshape(tokens, heads, -1, 1)
+    if betas:
+        v = betas[0].unsqueeze(-1) * (v - torch.einsum("nhkv,nhk->nhv", of_tokens, k))
+    of_tokens += torch.einsum("nhk,nhv->nhkv", k, v)
+    expected[slots] = of_tokens
+    out = host_kernels.recurred((states, slots), inputs)
+    assert out is not None
+    assert out.dtype is dtype
+    torch.testing.assert_close(states.double(), expected, rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        out.double(),
+        torch.einsum("nhkv,nhk->nhv", of_tokens, q),
+        rtol=10 * tolerance,
+        atol=10 * tolerance,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_short_convolutions_shift_inputs_in_their_slots(has_bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(6, 3, 21, generator=generator).to(dtype)
+    slots, before = torch.tensor([4, 1, 5]), states.clone()
+    x = torch.randn(3, 30, generator=generator).to(dtype)[:, 5:26]
+    weight = torch.randn(21, 4, generator=generator).to(dtype)
+    bias = torch.randn(21, generator=generator).to(dtype) if has_bias else None
+    inputs = torch.cat([before[slots], x.unsqueeze(1)], 1)
+    out = host_kernels.convolved((states, slots), x, weight, bias)
+    assert out is not None
+    expected = torch.einsum("nwc,cw->nc", inputs.double(), weight.double())
+    expected += 0 if bias is None else bias.double()
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=10 * tolerance)
+    before[slots] = inputs[:, 1:]
+    assert torch.equal(states, before)

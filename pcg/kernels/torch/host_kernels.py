@@ -1,8 +1,9 @@
-"""Attention of single new tokens, norms and rotary embedding by the native kernels of this name.
+"""Attention and recurrences of single new tokens, norms and rotary embedding by native kernels.
 
 PyTorch's attention needs a mask and equal lengths, and copies scattered rows; the kernel reads each
-row of the KV cache once, where it lies. Norms and rotary embedding of few tokens take a quarter of
-the time of PyTorch's operators. Each function returns False or None where PyTorch has to run.
+row of the KV cache once, where it lies. Recurrent states change in their slots. Norms and rotary
+embedding of few tokens take a quarter of the time of PyTorch's operators. Each function returns
+False or None where PyTorch has to run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,8 +49,17 @@ def _library() -> Any:
     library.pcg_append.argtypes = (
         *(address, integer, address, integer, integer, address, integer, integer, integer),
     )
+    library.pcg_recur.argtypes = (
+        *(address, integer, address, *(integer,) * 5, *(address,) * 4, integer, address, address),
+        flag,
+    )
+    library.pcg_convolve.argtypes = (
+        *(address, integer, address, integer, integer, integer, address, integer),
+        *(address, address, address, flag, flag),
+    )
     functions = (
         library.pcg_decode_attention, library.pcg_rms_norm, library.pcg_rope, library.pcg_append,
+        library.pcg_recur, library.pcg_convolve,
     )  # fmt: skip
     for function in functions:
         function.restype = None
@@ -138,6 +149,51 @@ def append(cache: Tensor, x: Tensor, rows: Tensor) -> None:
         x.data_ptr(), width * x.stride(0), cache.data_ptr(), width * cache.stride(0),
         width * cache.stride(1), rows.data_ptr(), x.shape[0], heads, width * size,
     )  # fmt: skip
+
+
+Slots: TypeAlias = tuple[Tensor, Tensor]
+"""States [slots, …], and the slot of each sequence."""
+
+
+def recurred(slots: Slots, inputs: Sequence[Tensor]) -> Tensor | None:
+    """Run a token of each sequence, and change its state; None if the kernel does not.
+
+    Inputs are those of `recurrent.recurrence`.
+    """
+    states, places = slots
+    v, decay = inputs[2:4]
+    tokens, heads, values = v.shape
+    is_read = states.dtype is torch.float32 and states[0].is_contiguous() and values % 16 == 0
+    if not is_read or not all(map(_is_read, inputs)):
+        return None
+    q, k, v, decay, *betas = (x.to(torch.float32).contiguous() for x in inputs)
+    decay, out = decay.exp(), torch.empty_like(v)
+    _library()[4](
+        states.data_ptr(), states.stride(0), places.data_ptr(), tokens, heads, *k.shape[1:], values,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), decay[0, 0].numel(),
+        betas[0].data_ptr() if betas else 0, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out.to(inputs[2].dtype)
+
+
+def convolved(slots: Slots, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Convolve a token of each sequence, and shift its inputs; None if the kernel does not.
+
+    Inputs are those of `recurrent.short_convolution`.
+    """
+    states, places = slots
+    size, (tokens, channels) = states.shape[1], x.shape
+    if not _is_read(x) or x.stride(1) != 1 or states.dtype is not x.dtype or not size:
+        return None
+    taps = weight.to(torch.float32).t().contiguous()
+    offsets = None if bias is None else bias.to(torch.float32)
+    out = x.new_empty(tokens, channels)
+    _library()[5](
+        states.data_ptr(), states.stride(0), places.data_ptr(), tokens, channels, size,
+        x.data_ptr(), x.stride(0), taps.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+        out.data_ptr(), x.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def normed(

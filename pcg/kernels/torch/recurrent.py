@@ -1,8 +1,8 @@
-"""Short convolutions and linear recurrences over ragged token-flat batches, on PyTorch alone.
+"""Short convolutions and linear recurrences over ragged token-flat batches.
 
 A convolution lays the tokens of each sequence behind the last W - 1 inputs before them, and shifts
-the whole. A recurrence runs a single token by its definition, and more tokens in chunks: with γ the
-sums of decays within a chunk, and L = exp(γ_i - γ_j) for j <= i,
+the whole. A recurrence runs a single token by its definition, on CPUs by a native kernel, and more
+tokens in chunks: with γ the sums of decays within a chunk, and L = exp(γ_i - γ_j) for j <= i,
 
     T = (I + strictLower(β k kᵀ ⊙ L))⁻¹    U = T (β v)    W = T (β k ⊙ exp(γ))    (with beta)
     v' = U - W S                                           (v' = v without beta)
@@ -27,6 +27,7 @@ from torch import Tensor
 from pcg.ir.operators.recurrent import CHANNEL_CHUNK, CHUNK
 from pcg.kernels.batch import ProgramBatch, SequenceStates, once
 from pcg.kernels.devices import uploaded, uploaded_list
+from pcg.kernels.torch import host_kernels
 
 # ---------------------------------------------------------------------------------- convolutions
 
@@ -53,6 +54,11 @@ def short_convolution(
     batch: ProgramBatch, number: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Compute the operator of that name: x is [T, C], weight [C, W], bias [C]."""
+    slots = _slots(batch, number)
+    if slots is not None:
+        of_tokens = host_kernels.convolved(slots, x, weight, bias)
+        if of_tokens is not None:
+            return of_tokens
     size = weight.shape[1] - 1
     rows, spans = _rows(batch, size), len(batch.spans)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -149,6 +155,11 @@ def recurrence(
 ) -> Tensor:
     """Compute the operator of that name, [T, H, V]."""
     inputs = (q, k, v, decay, *(() if beta is None else (beta,)))
+    slots = _slots(batch, number)
+    if slots is not None:
+        of_tokens = host_kernels.recurred(slots, inputs)
+        if of_tokens is not None:
+            return of_tokens
     states = _states(batch, number, k, v)
     out = torch.empty_like(v)
     for group in _groups(batch):
@@ -171,6 +182,12 @@ def recurrence(
             states[index] = state[0]
         batch.states.write(batch.layer, number, states)
     return out
+
+
+def _slots(batch: ProgramBatch, number: int) -> host_kernels.Slots | None:
+    """Return the states that a step of single tokens changes in place; None for other steps."""
+    slots = None if batch.states is None else batch.states.slots_of(batch.layer, number)
+    return None if slots is None or batch.longer_spans else slots
 
 
 def _snapshots(states: SequenceStates) -> dict[int, list[tuple[int, int]]]:

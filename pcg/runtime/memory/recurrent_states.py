@@ -119,6 +119,11 @@ class SlotStates(SequenceStates):
     def write(self, layer: int, number: int, states: Tensor) -> None:
         self.stores[layer][number].index_copy_(0, self.slots, states)
 
+    def slots_of(self, layer: int, number: int) -> tuple[Tensor, Tensor] | None:
+        if self.new is not None or self.snapshots:
+            return None
+        return self.stores[layer][number], self.slots
+
     def keep(self, layer: int, number: int, slot: int, state: Tensor) -> None:
         self.stores[layer][number][slot] = state[0]
 
