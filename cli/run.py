@@ -138,7 +138,7 @@ FRESH = "default"
 """Name of the fresh adapter that `--peft` adds."""
 SERVING = (
     "tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
-    "attention", "packed_weights", "quantization",
+    "attention", "packed_weights", "latent_cache", "quantization",
 )  # fmt: skip
 """Compile options that also apply to serving."""
 

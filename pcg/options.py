@@ -58,6 +58,9 @@ class PlanOptions:
         packed_weights: False to hold each of the base's weights once. On CPUs serving otherwise
             holds oneDNN's packed copies in addition to the weights for training; False slows down
             decoding.
+        latent_cache: cache the latents that keys and values are products of (DeepSeek-V3, MiniCPM3)
+            instead of the keys and values of all heads; for the torch backend on one rank
+            (docs/models.md).
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -79,11 +82,17 @@ class PlanOptions:
     seq: int = 1024
     lossy_activations: Literal["fp8"] | None = None
     packed_weights: bool = True
+    latent_cache: bool = False
 
     def __post_init__(self) -> None:
         self._check_ranks()
-        if type(self.packed_weights) is not bool:
-            raise UnsupportedError(f"packed_weights={self.packed_weights!r}; use True or False")
+        for name in ("packed_weights", "latent_cache"):
+            if type(value := getattr(self, name)) is not bool:
+                raise UnsupportedError(f"{name}={value!r}; use True or False")
+        if self.latent_cache and self.tp > 1:
+            raise UnsupportedError(
+                f"latent_cache=True is for one rank, not for tp={self.tp}; leave it out"
+            )
         if self.lossy_activations not in (None, "fp8"):
             raise UnsupportedError(
                 f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
@@ -182,6 +191,11 @@ class CompileOptions(PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.latent_cache and self.backend == "triton":
+            raise UnsupportedError(
+                "latent_cache=True is for backend='torch' and not for backend='triton', whose "
+                "kernels read keys and values; give backend='torch', or leave it out"
+            )
         if not isinstance(self.attention, str):
             raise UnsupportedError(
                 f"attention={self.attention!r}; use 'auto', 'own' or names of libraries"
@@ -264,6 +278,10 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
                 raise ParallelError(f"{name}={value!r}; use an int of at least 1")
         if self.device not in ("cuda", "cpu"):
             raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
+        if self.latent_cache and self.cp > 1:
+            raise UnsupportedError(
+                f"latent_cache=True is for one rank, not for cp={self.cp}; leave one of them out"
+            )
         if self.device == "cpu" and self.gpus:
             raise UnsupportedError(
                 f"device='cpu' counts a CPU's memory, and gpus={tuple(self.gpus)} are none; leave "

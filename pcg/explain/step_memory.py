@@ -95,7 +95,7 @@ def step_memory(
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
         sympy.Integer(planned.copies_bytes + (0 if on_gpu else version_bytes(planned))),
-        served_bytes(planned.base, planned.setup.served_tokens),
+        served_bytes(planned.serving, planned.setup.served_tokens),
         activations,
         workspace,
     )

@@ -38,6 +38,7 @@ from pcg.passes.graphs.collectives import (
     OverlapLayer,
 )
 from pcg.passes.graphs.gradients import Compress, Prune, WindowAttention
+from pcg.passes.graphs.latent_cache import CacheLatents, CacheWindowLatents
 from pcg.passes.graphs.localize import Localize
 from pcg.passes.graphs.lossy import Quantize
 from pcg.passes.graphs.pass_base import LayerPass, Observer, On, Pass, Stage
@@ -191,7 +192,11 @@ def pipeline(settings: Settings) -> Pipeline:
         trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
         fold=_stage("fold", FoldTrace(), QuantizeWeights(format_name(options.quantization))),
         raise_operators=_stage("raise", On("model", RaiseOperators())),
-        attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
+        attach=_stage(
+            "attach",
+            Attach(settings.bypasses, settings.trains),
+            *when(options.latent_cache, On("serving", CacheLatents())),
+        ),
         parallelize=_stage(
             "parallelize",
             *when(
@@ -217,6 +222,7 @@ def pipeline(settings: Settings) -> Pipeline:
         compress=_stage(
             "compress",
             *when(settings.windows, On(layers, WindowAttention())),
+            *when(settings.windows and options.latent_cache, On(layers, CacheWindowLatents())),
             *when(is_lossy, On(layers, Quantize())),
             On(layers, Compress()),
         ),

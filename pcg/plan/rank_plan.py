@@ -103,7 +103,7 @@ class RankPlan:
                 "pcg plan counts what requests hold by the token, and this model has recurrent "
                 "states, which a sequence has once; see kv_cache of pcg explain --serve-tokens"
             )
-        return bytes_of_token(self.planned.base)
+        return bytes_of_token(self.planned.serving)
 
     def memory(self, choice: TrainingChoice | None, served_tokens: int = 0) -> dict[str, int]:
         """Return the bytes of each kind of memory, and their total.

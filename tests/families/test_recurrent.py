@@ -75,7 +75,7 @@ def case_of(name: str) -> Case:
         )
         for kind, rank in (("all", 4), ("few", 3), ("all", 2), ("few", 8))
     }
-    executor = compiler.compile(base, None)
+    executor = compiler.compile(base, None, latent_cache=name in LATENT)
     for adapter, model in wrapped.items():
         with TemporaryDirectory() as saved:
             oracle.save(model, Path(saved))
@@ -104,7 +104,8 @@ def test_gradients_of_windows(name: str, adapter: str) -> None:
         runner = training_runner(executor.state, executor.adapters[adapter], windows=True)
         for parameter in runner.parameters.values():
             parameter.grad = None
-        loss = in_windows(runner, examples, targets, lambda s=sizes, d=draw: d.choice(s))
+        served = executor.serving.runner.model
+        loss = in_windows(runner, examples, targets, lambda s=sizes, d=draw: d.choice(s), served)
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert runner.parameters.keys() == expected.keys()
         for path, parameter in runner.parameters.items():

@@ -54,6 +54,7 @@ FREE = {
     *(("cross_entropy", 0), ("cross_entropy_part", 0)),  # the vocabulary
     ("expand", 0),  # what has the wanted size already stays
     ("base_piece", 2),  # the weight that names the base
+    ("latent_window_backward", 4),  # the latents
     *(("short_convolution", 1), ("short_convolution_backward", 1)),  # the taps
 }
 """Inputs whose last size is not given by the others, nor gives the outputs'."""

@@ -444,6 +444,8 @@ def test_every_operator_that_runs_is_measured() -> None:
         "column_norm_part",
         "expand_add_group",
         "expand_add_part",
+        "latent_attention",
+        "latent_window_backward",
         "linear_cross_entropy",
         "lora_group_backward",
         "lora_linear",

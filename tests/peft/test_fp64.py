@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.ir.program.program import ModelGraph
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.memory.kv_cache import KvCache, kv_types
@@ -201,12 +202,17 @@ def check_gradients(runner: TrainingRunner, expected: Mapping[str, Tensor]) -> N
 
 
 def in_windows(
-    runner: TrainingRunner, examples: Sequence[Example], targets: int, size: Callable[[], int]
+    runner: TrainingRunner,
+    examples: Sequence[Example],
+    targets: int,
+    size: Callable[[], int],
+    served: ModelGraph | None = None,
 ) -> float:
     """The gradients of examples whose tokens go forward so many at a time; returns the loss."""
     virtual = runner.adapter.prompt_tokens
     needs = [pages_for(virtual + len(example.ids)) for example in examples]
-    cache = KvCache(kv_types(runner.training.model), sum(needs), torch.device("cpu"))
+    model = runner.training.model if served is None else served  # whose cache it is
+    cache = KvCache(kv_types(model), sum(needs), torch.device("cpu"))
     tables = [cache.pool.open(f"example {i}") for i in range(len(needs))]
     for page in range(max(needs)):  # in turn, so that no sequence's pages lie together
         for table, need in zip(tables, needs, strict=True):

@@ -514,6 +514,20 @@ def attention(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, *inputs, softcap=make.draw(FINITE), **attributes, **flags)
 
 
+def latent_attention(make: Maker, op: str) -> Sequence[str]:
+    heads, rest, own, d_v, size, rank = make.sizes(6)
+    q = make.of("bf16", TOKENS, heads, own + rest)
+    inputs = [q, make.of("bf16", TOKENS, size), make.of("bf16", TOKENS, 1, rest)]
+    if op == "latent_window_backward":
+        out = [make.of("bf16", TOKENS, heads, d_v) for _ in range(2)]
+        inputs = [*out, make.of("f32", TOKENS, heads), q]
+    attributes = {"rest": rest} if op == "latent_window_backward" else {"value_size": d_v}
+    inputs.append(make.of("bf16", heads * (own + d_v), size))
+    if make.draw(st.booleans()):
+        inputs += [make.of("f32", rank, size), make.of("f32", heads * (own + d_v), rank)]
+    return make.add(op, *inputs, scale=make.draw(FINITE), **attributes)
+
+
 def short_convolution(make: Maker, op: str) -> Sequence[str]:
     x = make.matrix()
     channels = make.type(x).shape[-1]
@@ -716,6 +730,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("layer_norm", "layer_norm_backward"), layer_norm),
     **dict.fromkeys(("rope", "rope_backward"), rope),
     **dict.fromkeys(("attention", "attention_backward", "window_attention_backward"), attention),
+    **dict.fromkeys(("latent_attention", "latent_window_backward"), latent_attention),
     **dict.fromkeys(("pointwise", "rowwise", "carried_backward"), carried),
     **dict.fromkeys(("recurrence", "recurrence_backward"), recurrence),
     **dict.fromkeys(("short_convolution", "short_convolution_backward"), short_convolution),

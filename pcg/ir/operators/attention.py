@@ -215,6 +215,107 @@ class WindowAttentionBackward(AttentionBackward):
         return token_bytes + 3 * _cached_bytes(outputs[1:])
 
 
+class LatentAttention(Operator):
+    """Attention whose keys and values are products of latents, which the KV cache holds instead.
+
+    [k'; v] = W c + scale · B A c, per head;  k = [k'; r];  out = attention(q, k, v). `q: [T, heads,
+    d]`, latents `c: [T, n]`, the keys' common part `r: [T, 1, d_r]`, `W: [heads (d - d_r + d_v),
+    n]`, and LoRA of W, if any. Outputs are those of `attention`, with d_v = `value_size`; the cache
+    has n + d_r numbers a token.
+    """
+
+    name = "latent_attention"
+    attributes = declared(scale=FLOAT, value_size=COUNT)
+    template = "K.latent_attention(batch, {inputs}, scale={scale!r}, value_size={value_size})"
+    is_product = True
+    inputs = (4, 6)
+    suffixes = ("", "lse")
+    sees_sequences = True
+    computes_in_first = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        q, latents, rest, weight = types[:4]
+        fits = len(latents.dims) == 2 and len(rest.dims) == 3 and rest.shape[:2] == (q.shape[0], 1)
+        if not fits or latents.shape[1] != weight.shape[-1]:
+            raise TypeCheckError(f"latent_attention of q {q}, c {latents}, r {rest}, W {weight}")
+        _check_expansion(q, int(rest.shape[2]), attributes["value_size"], types[3:])
+        return q.with_shape((*q.shape[:2], attributes["value_size"])), tensor("f32", *q.shape[:2])
+
+    @staticmethod
+    def cached(types: Types) -> TensorType:
+        """Return the type of what the cache holds, a head of latents and the common part."""
+        _, latents, rest = types[:3]
+        return latents.with_shape((latents.shape[0], 1, latents.shape[1] + rest.shape[2]))
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _expanded_bytes(inputs[0], outputs[0]) + _score_bytes(inputs[0], _SOFT, 3)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, weight = inputs[0], inputs[3]
+        pairs = 2 * q.shape[0] * q.shape[1] * (CONTEXT + 1) / 2
+        return pairs * (q.shape[2] + outputs[0].shape[2]) + 2 * q.shape[0] * weight.elements
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return super().moved_bytes(inputs, outputs, attributes) + _cached_bytes(
+            (self.cached(inputs),)
+        )
+
+
+class LatentWindowBackward(Operator):
+    """dq, dk, dv of `latent_attention` from dout, out, lse, q, W and its LoRA; latents are cached.
+
+    dk and dv are final, as those of `window_attention_backward`; the keys' last `rest` entries are
+    their common part.
+    """
+
+    name = "latent_window_backward"
+    attributes = declared(scale=FLOAT, rest=COUNT)
+    template = "K.latent_window_backward(batch, {inputs}, scale={scale!r}, rest={rest})"
+    is_product = True
+    inputs = (5, 7)
+    suffixes = ("", "dk", "dv")
+    sees_sequences = True
+    computes_in_first = True
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        dout, q = types[0], types[3]
+        _check_expansion(q, attributes["rest"], int(dout.shape[-1]), types[4:])
+        out = q.with_shape((*q.shape[:2], dout.shape[-1]))
+        _check_outputs(types, (out, tensor("f32", *q.shape[:2])))
+        return q, q, out
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        return _expanded_bytes(inputs[3], inputs[0]) + _score_bytes(inputs[3], _SOFT, 4)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        q, weight = inputs[3:5]
+        pairs = q.shape[0] * q.shape[1] * (CONTEXT + 1) / 2
+        of_pairs = 6 * q.shape[2] + 4 * inputs[0].shape[2]
+        return pairs * of_pairs + 2 * q.shape[0] * weight.elements
+
+
+_SOFT: Attributes = {"softcap": 0.0, "window": 0, "sinks": True}
+"""Attributes of attention whose scores are in memory, as keys and values differ in size."""
+
+
+def _expanded_bytes(q: TensorType, out: TensorType) -> sympy.Expr:
+    """Return the bytes of the keys and values of a context."""
+    return DTYPE_BYTES[q.dtype] * q.shape[1] * (q.shape[2] + out.shape[2]) * CONTEXT
+
+
+def _check_expansion(q: TensorType, rest: int, value_size: int, weights: Types) -> None:
+    """Check that a weight, with LoRA if any, gives the keys of q and the values of each head."""
+    weight, *lora = weights
+    fits = len(q.dims) == 3 and len(weight.dims) == 2
+    if not fits or weight.shape[0] != q.shape[1] * (q.shape[2] - rest + value_size):
+        raise TypeCheckError(f"{weight} does not give keys and values of size {value_size} for {q}")
+    if lora:
+        a, b = lora
+        rank = a.shape[0]
+        if (a.shape, b.shape) != ((rank, weight.shape[1]), (weight.shape[0], rank)):
+            raise TypeCheckError(f"LoRA {a}, {b} of a weight {weight}")
+
+
 def _attention_outputs(types: Sequence[TensorType], attributes: Attributes) -> Types:
     q, k, v, *of_heads = types
     fits = len(q.dims) == len(v.dims) == 3 and k.shape[:2] == v.shape[:2]

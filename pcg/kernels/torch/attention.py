@@ -13,8 +13,8 @@ Shapes: T tokens, H heads, K KV heads, D head size, m keys that a span sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from pcg.kernels.torch.attention_math import (
 from pcg.kernels.torch.base_operators import rope_half
 from pcg.kernels.torch.host_kernels import attend_single_tokens
 from pcg.ranks.step_parts import TokenParts, TokenSums
+
+Seen: TypeAlias = Callable[[Span], tuple[Tensor, Tensor]]
+"""Returns keys [m, K, D] and values [m, K, Dv] of a sequence up to the end of its span."""
 
 _attend_fused = torch.nn.functional.scaled_dot_product_attention
 
@@ -82,13 +85,32 @@ def attention(
     spans = batch.spans
     if cache is not None and not batch.keeps and _decode(batch, q, *cache, out, scoring):
         spans = batch.longer_spans
-    for span in spans:
+
+    def seen(span: Span) -> tuple[Tensor, Tensor]:
         new = span.tokens
-        keys, values = (k[new], v[new]) if cache is None else _seen(batch, span, cache)
+        return (k[new], v[new]) if cache is None else _seen(batch, span, cache)
+
+    attend_spans(batch, spans, q, seen, out, kept, scoring)
+    return out, kept
+
+
+def attend_spans(
+    batch: ProgramBatch,
+    spans: Sequence[Span],
+    q: Tensor,
+    seen: Seen,
+    out: Tensor,
+    kept: Tensor | None,
+    scoring: Scoring,
+) -> None:
+    """Write attention of some spans to `out`, and their log-sum-exp to `kept`, if any."""
+    for span in spans:
+        keys, values = seen(span)
+        by_flash = is_flash(q, values, scoring, trains=batch.keeps)
+        new = span.tokens
         out[new], lse = _attended(batch, span, q[new], keys, values, scoring, by_flash)
         if kept is not None:
             kept[new] = lse
-    return out, kept
 
 
 def attention_backward(
@@ -109,7 +131,9 @@ def attention_backward(
     scoring = Scoring(**scores)
     cache = batch.cached
     if cache is not None:
-        return _window_backward(batch, dout, out, lse, q, cache, scoring)
+        return window_backward(
+            batch, dout, out, lse, q, lambda span: _seen(batch, span, cache), scoring
+        )
     assert k is not None
     assert v is not None
     if batch.parts is not None:
@@ -194,23 +218,24 @@ def _seen_of_all(whole: Sequence[Tensor], span: Span) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _window_backward(
+def window_backward(
     batch: ProgramBatch,
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    seen: Seen,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, and the final dk and dv of a window, whose spans attend to what they have seen."""
     assert batch.gradients is not None
     sums = batch.gradients.keys, batch.gradients.values
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (x.new_empty((q.shape[0], *x.shape[1:]), dtype=q.dtype) for x in sums)
-    by_flash = is_flash(q, cache[1], scoring, trains=True)
     for span in batch.spans:
         part = span.tokens
-        keys, values = _seen(batch, span, cache)
+        keys, values = seen(span)
+        by_flash = is_flash(q, values, scoring, trains=True)
         arguments = (*(x[part] for x in (dout, out, lse, q)), keys, values)
         dq[part], *of_seen = _gradients(batch, span, arguments, scoring, by_flash)
         end = span.origin + span.context + span.length

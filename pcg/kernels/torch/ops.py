@@ -56,6 +56,7 @@ from pcg.kernels.torch.experts import (
     expert_shrink_backward,
 )
 from pcg.kernels.torch.input_gradient import product_backward
+from pcg.kernels.torch.latent_attention import latent_attention, latent_window_backward
 from pcg.kernels.torch.lora import (
     add_lora,
     column_factor,

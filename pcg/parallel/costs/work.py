@@ -18,6 +18,7 @@ from sympy.printing.pycode import PythonCodePrinter
 from pcg.errors import CostModelError, IrError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators import operator
+from pcg.ir.operators.attention import LatentAttention
 from pcg.ir.operators.base import Attributes, Operator, Types
 from pcg.ir.operators.bypass import Activate
 from pcg.ir.operators.collectives import Collective, Transition
@@ -139,6 +140,22 @@ def parts_of(
         case "window_attention_backward":
             kept = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}
             yield "attention_backward", (*inputs[:4], *outputs[1:], *inputs[4:]), outputs, kept
+        case "latent_window_backward":
+            q, weight = inputs[3:5]
+            kept = {"scale": attributes["scale"], "softcap": 0.0, "window": 0}
+            yield "attention_backward", (*inputs[:4], *outputs[1:]), outputs, kept
+            latents = q.with_features(weight.shape[1])
+            yield "linear", (latents, weight), (q.with_features(weight.shape[0]),), {}
+        case "latent_attention":
+            q, latents, _, weight = inputs[:4]
+            row = LatentAttention.cached(inputs)
+            absorbed = q.with_features(q.shape[1], row.shape[2])
+            sums = q.with_features(q.shape[1], latents.shape[1])
+            values = latents.with_features(1, latents.shape[1])
+            kept = {"scale": attributes["scale"], "softcap": 0.0, "window": 0}
+            yield "attention", (absorbed, row, values), (sums, outputs[1]), kept
+            expanded = latents.with_features(weight.shape[0])
+            yield "linear", (latents, weight), (expanded,), {}
         case "linear_cross_entropy":
             yield from _parts_of_loss(inputs, outputs, attributes)
         case "asked_inner" | "asked_outer" | "asked_sum_tokens":

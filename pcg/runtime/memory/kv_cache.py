@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
+from pcg.ir.operators.attention import LatentAttention
 from pcg.ir.program.program import ModelGraph
 from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES, TensorType, tensor
 from pcg.kernels.sizes import PAGE_TOKENS
@@ -32,17 +33,28 @@ from pcg.runtime.memory.recurrent_states import LayerStates, RecurrentStates, re
 def kv_types(model: ModelGraph) -> tuple[tuple[TensorType, TensorType], ...]:
     """Return the types of each layer's keys and values, [T, kv_heads, head_dim].
 
-    Layers of other pipeline stages have no heads.
+    Latents are keys of a single head, without values. Layers of other pipeline stages have no
+    heads.
     """
     none = tensor("f32", TOKENS, 0, 0)
     by_block = []
     for block in model.blocks:
-        node = next((node for node in block.nodes if node.op == "attention"), None)
         pair = (none, none)
-        if node is not None:
-            pair = (block.types[node.inputs[1]], block.types[node.inputs[2]])
+        for node in block.nodes:
+            if node.op == "attention":
+                pair = (block.types[node.inputs[1]], block.types[node.inputs[2]])
+            elif node.op == LatentAttention.name:
+                row = LatentAttention.cached(block.types_of(node)[0])
+                pair = (row, row.with_features(0, 0))
         by_block.append(pair)
     return tuple(by_block[block] for block in model.layers)
+
+
+def without_rows(type_: TensorType, device: torch.device) -> Tensor:
+    """Return keys or values as a layer's cache without rows has them, [kv_heads, 0, head_dim]."""
+    heads, size = type_.features
+    dtype = getattr(torch, TORCH_NAMES[type_.dtype])
+    return torch.empty((heads, 0, size), dtype=dtype, device=device)
 
 
 def bytes_of_row(type_: TensorType) -> int:

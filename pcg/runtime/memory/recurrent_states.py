@@ -49,7 +49,12 @@ def snapshots_of(running: int) -> int:
 
 
 def check_whole_sequences(model: ModelGraph, cp: int) -> None:
-    """Refuse ranks that share the tokens of sequences, if the model has recurrent states."""
+    """Refuse ranks that share the tokens of sequences, over recurrent states or cached latents."""
+    if cp > 1 and any(n.op == "latent_attention" for block in model.blocks for n in block.nodes):
+        raise UnsupportedError(
+            f"cp={cp}: ranks would share the tokens of sequences, and exchange keys and values, "
+            "which latent_cache=True does not hold; leave one of them out"
+        )
     if cp > 1 and bytes_of_states(model):
         raise UnsupportedError(
             f"cp={cp}: ranks would share the tokens of sequences, and layers with recurrent state "

@@ -229,7 +229,7 @@ class ModelState:
         device: torch.device,
         mesh: RankMesh = SINGLE_MESH,
     ) -> None:
-        check_whole_sequences(program.base, mesh.sizes.cp)
+        check_whole_sequences(program.serving.model, mesh.sizes.cp)
         bound_shape_caches()
         self.free_before = own_memory(device)
         self.program = program

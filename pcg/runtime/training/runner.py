@@ -35,7 +35,7 @@ from pcg.peft.adapter import Adapter
 from pcg.ranks.stages import StageLink
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_memory import SLACK, FreedMemory, return_freed_memory
-from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.kv_cache import KvCache, kv_types, without_rows
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.memory.recurrent_states import Boundary, WindowStates
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
@@ -392,11 +392,11 @@ class TrainingPass(WindowedPass):
 
     def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
         if self._cache is not None and layer not in self._sums:
-            cache, graphs = self._cache, self._graphs
+            runner, graphs = self._runner, self._graphs
+            types = kv_types(runner.training.model)[layer]
+            keys, values = (without_rows(type_, runner.device) for type_ in types)
             self._sums[layer] = (
-                KvGradients(cache.keys[layer], cache.values[layer], self.tokens)
-                if graphs is None
-                else graphs.no_sums(layer)
+                KvGradients(keys, values, self.tokens) if graphs is None else graphs.no_sums(layer)
             )
         window.batch.gradients = self._sums.get(layer)
         if layer in self._restored and window.saved[layer][self._input_places(layer)[0]] is None:

@@ -1,0 +1,221 @@
+"""Attention over latents in the KV cache, whose products by W are keys and values.
+
+    [K_h; V_h] = W_h + scale · B_h A        per head h; LoRA is the adapter's of each sequence
+    k_h = [K_h c; r],  v_h = V_h c          expanded: prompts, training, and without a cache
+    s_h = q'_h K_h · c + q_rot_h · r        absorbed: single tokens, which never multiply W by
+    out_h = V_h (softmax(s)_h · c)          the latents of earlier tokens
+
+The cache holds [c; r] of each token as one head, which keys and values share.
+
+Shapes: T tokens, H heads, N latent size, R size of the keys' common part r, m keys of a span.
+
+Source: DeepSeek-V2 §2.1 (absorbed products).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pcg.kernels.batch import ProgramBatch, Span
+from pcg.kernels.torch.attention import attend_spans, attention, window_backward
+from pcg.kernels.torch.attention_math import Scoring, lse_dtype
+from pcg.kernels.torch.host_kernels import attend_single_tokens
+from pcg.kernels.torch.lora import as_weight
+
+
+class _Lora(NamedTuple):
+    """LoRA of W for the tokens `first` to `end` of a batch: A [N, rank], scaled B [rank, out]."""
+
+    first: int
+    end: int
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """W [H (K + V), N] with its LoRA; K and V are the sizes of a head's products."""
+
+    weight: Tensor
+    loras: tuple[_Lora, ...]
+    heads: int
+    keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, rest: int, weight: Tensor, a: Any = None, b: Any = None) -> Self:
+        """Make it for queries q [T, H, K + rest]."""
+        return cls(weight, tuple(_loras(a, b, len(q))), q.shape[1], q.shape[2] - rest)
+
+    def lora_at(self, token: int) -> Iterator[_Lora]:
+        return (lora for lora in self.loras if lora.first <= token < lora.end)
+
+    def expanded(self, rows: Tensor, loras: Iterator[_Lora]) -> tuple[Tensor, Tensor]:
+        """Return keys [m, H, K + R] and values [m, H, V] of rows [m, N + R]; `loras` of one."""
+        latents, rest = rows.split([self.weight.shape[1], rows.shape[1] - self.weight.shape[1]], 1)
+        product = F.linear(latents, self.weight)
+        for lora in loras:
+            product += (latents.to(lora.a.dtype) @ lora.a @ lora.b).to(product.dtype)
+        keys, values = self._by_head(product.t())
+        keys = keys.permute(2, 0, 1)
+        rest = rest.unsqueeze(1).expand(-1, self.heads, -1)
+        return torch.cat((keys, rest), -1), values.permute(2, 0, 1)
+
+    def absorbed(self, q: Tensor, tokens: list[int]) -> Tensor:
+        """Return q'_h K_h of queries [n, H, K] of some tokens, [n, H, N]."""
+        weight, _ = self._by_head(self.weight)
+        rows = q.transpose(0, 1)
+        y = rows @ weight
+        for lora, part in self._parts(tokens):
+            b, _ = self._by_head(lora.b.t())
+            y[:, part] += ((rows[:, part].to(b.dtype) @ b) @ lora.a.t()).to(y.dtype)
+        return y.transpose(0, 1)
+
+    def values(self, sums: Tensor, tokens: list[int]) -> Tensor:
+        """Return V_h s of weighted sums of latents [n, H, N] of some tokens, [n, H, V]."""
+        _, weight = self._by_head(self.weight)
+        rows = sums.transpose(0, 1)
+        y = rows @ weight.transpose(1, 2)
+        for lora, part in self._parts(tokens):
+            _, b = self._by_head(lora.b.t())
+            y[:, part] += ((rows[:, part].to(b.dtype) @ lora.a) @ b.transpose(1, 2)).to(y.dtype)
+        return y.transpose(0, 1)
+
+    def _by_head(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """View x [H (K + V), n] as its rows of keys [H, K, n] and of values [H, V, n]."""
+        by_head = x.unflatten(0, (self.heads, -1))
+        return by_head[:, : self.keys], by_head[:, self.keys :]
+
+    def _parts(self, tokens: list[int]) -> Iterator[tuple[_Lora, slice]]:
+        for lora in self.loras:
+            part = slice(bisect_left(tokens, lora.first), bisect_left(tokens, lora.end))
+            if part.start < part.stop:
+                yield lora, part
+
+
+def _loras(a: Any, b: Any, tokens: int) -> Iterator[_Lora]:
+    """Yield the LoRA of each adapter of a batch, in each width of a site's stacks."""
+    if isinstance(a, tuple):
+        for of_width in zip(a, b, strict=True):
+            yield from _loras(*of_width, tokens)
+    elif a is not None and b is not None:
+        a, b = as_weight(a), as_weight(b)
+        if a.segments is None:
+            yield _Lora(0, tokens, a.weight.t(), b.weight.t() * b.scale)
+            return
+        ends = accumulate(a.segments.sizes, initial=a.segments.start)
+        for number, (first, end) in enumerate(pairwise(ends)):
+            if first < end and a.present[number]:
+                yield _Lora(first, end, a.weight[number], b.weight[number])
+
+
+def latent_attention(
+    batch: ProgramBatch,
+    q: Tensor,
+    latents: Tensor,
+    rest: Tensor,
+    *weights: Any,
+    scale: float,
+    value_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with q [T, H, K + R] to latents [T, N] and `rest` [T, 1, R]; see the operator.
+
+    `weights` are W [H (K + V), N], and A and B of its LoRA if any. Returns out [T, H, V] and, of a
+    batch that is trained on, the log-sum-exp [T, H] in fp32.
+    """
+    expansion = _Expansion.of(q, rest.shape[2], *weights)
+    rows = torch.cat((latents, rest[:, 0]), 1)
+    cached = batch.cached
+    if cached is None:
+        parts = [
+            expansion.expanded(rows[span.tokens], expansion.lora_at(span.start))
+            for span in batch.spans
+        ]
+        keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
+        return attention(batch, q, keys, values, scale=scale)
+    cache, _ = cached
+    batch.append(rows.unsqueeze(1), rows[:, None][:, :0, :0])
+    scoring = Scoring(scale)
+    out = q.new_empty((*q.shape[:2], value_size))
+    kept = q.new_empty(q.shape[:2], dtype=lse_dtype(q)) if batch.keeps else None
+    spans = batch.spans
+    if not batch.keeps:
+        spans = batch.longer_spans
+        _decode(batch, q, cache, out, expansion, scoring)
+
+    def seen(span: Span) -> tuple[Tensor, Tensor]:
+        return _seen(batch, span, cache, expansion)
+
+    attend_spans(batch, spans, q, seen, out, kept, scoring)
+    return out, kept
+
+
+def latent_window_backward(
+    batch: ProgramBatch,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    *weights: Any,
+    scale: float,
+    rest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, and the final dk and dv of a window's tokens; latents are in the cache."""
+    assert batch.cached is not None
+    cache, _ = batch.cached
+    expansion = _Expansion.of(q, rest, *weights)
+
+    def seen(span: Span) -> tuple[Tensor, Tensor]:
+        return _seen(batch, span, cache, expansion)
+
+    return window_backward(batch, dout, out, lse, q, seen, Scoring(scale))
+
+
+def _seen(
+    batch: ProgramBatch, span: Span, cache: Tensor, expansion: _Expansion
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a sequence up to the end of its span."""
+    return expansion.expanded(_rows(batch, span, cache), expansion.lora_at(span.start))
+
+
+def _rows(batch: ProgramBatch, span: Span, cache: Tensor) -> Tensor:
+    rows = batch.seen(span)
+    return cache[0, rows] if isinstance(rows, slice) else cache[0].index_select(0, rows)
+
+
+def _decode(
+    batch: ProgramBatch,
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    expansion: _Expansion,
+    scoring: Scoring,
+) -> None:
+    """Attend with the spans of a single token, by absorbed products."""
+    singles = [span for span in batch.spans if span.length == 1]
+    if not singles:
+        return
+    tokens = [span.start for span in singles]
+    size = expansion.weight.shape[1]
+    chosen = q if len(tokens) == len(q) else q[tokens]
+    absorbed = expansion.absorbed(chosen[..., : expansion.keys], tokens)
+    queries = torch.cat((absorbed, chosen[..., expansion.keys :]), -1)
+    sums = q.new_empty((*q.shape[:2], size))
+    places = queries
+    if len(tokens) < len(q):
+        places = q.new_empty((*q.shape[:2], queries.shape[2]))
+        places[tokens] = queries
+    if not attend_single_tokens(batch, places, (cache, cache[..., :size]), sums, scoring):
+        for span in singles:
+            rows = _rows(batch, span, cache).to(lse_dtype(q))
+            scores = places[span.start].to(rows.dtype) @ rows.t() * scoring.scale
+            sums[span.start] = scores.softmax(-1) @ rows[:, :size]
+    chosen = sums if len(tokens) == len(q) else sums[tokens]
+    out[tokens] = expansion.values(chosen, tokens)

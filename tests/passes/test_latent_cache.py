@@ -1,0 +1,106 @@
+"""Latents in the KV cache: which layers have them, their bytes, and what is refused.
+
+Tokens and gradients of models with such a cache are in `tests/families/test_recurrent.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
+from pcg.explain import explain as explaining
+from pcg.runtime.memory.kv_cache import bytes_of_token, kv_types
+from tests.families.test_recurrent import case_of
+from tests.peft import test_co_serving
+from tests.support import oracle
+from tests.support.architectures import default_config
+from tests.support.families import BY_NAME
+from tests.support.peft_cases import Models
+
+CONFIG = BY_NAME["minicpm3"].config(3)
+LATENT = 24 + 8
+"""Numbers of a token and layer: kv_lora_rank + qk_rope_head_dim."""
+
+
+def test_bytes_of_a_token() -> None:
+    """Explain counts latents, as the cache of an engine has them."""
+    options: dict[str, Any] = {"dtype": "float32", "latent_cache": True}
+    program = compiler.compile_program(CONFIG, "lora", **options)
+    assert bytes_of_token(program.serving.model) == 3 * LATENT * 4
+    report = explaining.explain(CONFIG, None, batch=2, seq=32, **options)
+    assert report.memory_bytes["kv_cache"] == 2 * 32 * 3 * LATENT * 4
+    expanded = explaining.explain(CONFIG, None, dtype="float32", batch=2, seq=32)
+    assert expanded.memory_bytes["kv_cache"] == 2 * 32 * 3 * 4 * (16 + 8 + 20) * 4
+
+
+def test_other_layers_stay() -> None:
+    """Kimi-Linear has delta layers beside layers of latents."""
+    config = default_config("kimi_linear")
+    models = [
+        compiler.compile_program(config, None, latent_cache=latent).serving.model
+        for latent in (False, True)
+    ]
+    pairs = list(zip(*map(kv_types, models), strict=True))
+    sizes = [(k.features, latent.features) for (k, _), (latent, _) in pairs]
+    assert sorted(set(sizes)) == [((0, 0), (0, 0)), ((4, 24), (1, 24))]
+
+
+@pytest.mark.slow
+def test_jobs_beside_requests() -> None:
+    """Windows of finetuning and requests of all adapters share the pages of latents."""
+    case: Any = case_of("minicpm3")
+    models: Models = case
+    test_co_serving.check(models, ["all-4", "few-3"], Random(1))
+
+
+@pytest.mark.slow
+def test_half_precision_without_native_kernels() -> None:
+    """fp16 decodes by PyTorch's operators, as close to fp32 as the expanded cache does."""
+    model = oracle.random_model(CONFIG, torch.float16)
+    prompt = [3, 5, 7, 11, 13]
+    texts = [
+        compiler.compile(model, None, latent_cache=latent, verify=False).generate(
+            [prompt, prompt[:2]], max_new_tokens=8, ignore_eos=True, logprobs=0
+        )
+        for latent in (False, True)
+    ]
+    for expanded, latent in zip(*texts, strict=True):
+        assert expanded.token_ids == latent.token_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "peft", "options", "message"),
+    [
+        ("llama3", "lora", {}, "no layer's keys and values are products of a latent"),
+        ("minicpm3", "prefix", {}, "changes the keys and values of self_attn otherwise than LoRA"),
+        (
+            "minicpm3",
+            {"peft_type": "IA3", "target_modules": ["kv_b_proj"], "feedforward_modules": []},
+            {},
+            "otherwise than LoRA",
+        ),
+        (
+            "minicpm3",
+            {"peft_type": "LORA", "target_modules": ["kv_b_proj"], "use_dora": True},
+            {},
+            "otherwise than LoRA",
+        ),
+        ("minicpm3", "lora", {"tp": 2}, "latent_cache=True is for one rank, not for tp=2"),
+        ("minicpm3", "lora", {"backend": "triton"}, "not for backend='triton'"),
+        ("minicpm3", "lora", {"quantization": "int8_weight"}, "by a float weight"),
+    ],
+)
+def test_refusals(config: str, peft: object, options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        compiler.compile_program(BY_NAME[config].config(2), peft, latent_cache=True, **options)
+
+
+def test_context_parallelism_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="latent_cache=True is for one rank, not for cp=2"):
+        explaining.explain(CONFIG, None, latent_cache=True, cp=2)
