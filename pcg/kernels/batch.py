@@ -421,6 +421,33 @@ class SequenceStates:
         raise NotImplementedError
 
 
+class Routes:
+    """The experts of a batch's tokens, [T, layers, k]; the layers are those with experts.
+
+    Attributes:
+        replayed: experts that tokens have to choose, int16, -1 for the router's; None for no
+            replay.
+    """
+
+    def __init__(self, layers: Sequence[int], replayed: Tensor | None = None) -> None:
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        self.replayed = replayed
+        self._chosen: dict[int, Tensor] = {}
+
+    def chosen(self, layer: int, indices: Tensor) -> Tensor:
+        """Return the experts of a layer's tokens, [T, k], by the indices that its router chose."""
+        if self.replayed is not None:
+            wanted = self.replayed[:, self._places[layer]].to(indices.dtype)
+            indices = torch.where(wanted < 0, indices, wanted)
+        self._chosen[layer] = indices
+        return indices
+
+    @property
+    def recorded(self) -> Tensor:
+        """The experts that tokens chose in all layers, [T, layers, k], int16."""
+        return torch.stack([self._chosen[layer] for layer in self._places], 1).to(torch.int16)
+
+
 class ProgramBatch(Protocol):
     """A token-flat batch, as the functions of emitted programs read it.
 
@@ -438,6 +465,7 @@ class ProgramBatch(Protocol):
         gradients: gradients of keys and values of the layer in its backward; None for whole
             sequences without a cache.
         states: recurrent states of the sequences; None for whole sequences without a cache.
+        routes: the experts of the tokens, to be recorded or replayed; None for neither.
         rows: the cache's row of each token, [T]; negative for tokens not written; None
             without a cache.
         rows_of_all: the cache's row of each token of all ranks that share them; None if they share
@@ -460,6 +488,7 @@ class ProgramBatch(Protocol):
     keeps: bool
     gradients: KvGradients | None
     states: SequenceStates | None
+    routes: Routes | None
     rows: Tensor | None
     rows_of_all: Tensor | None
     virtual_rows: Tensor | None

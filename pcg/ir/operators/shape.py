@@ -14,6 +14,7 @@ from pcg.ir.operators.base import (
     DIM,
     FLAG,
     NATURAL,
+    PRESENT,
     SIZES,
     Aligned,
     Attributes,
@@ -363,12 +364,19 @@ class Softmax(Operator):
 
 
 class TopK(Operator):
-    """The k largest of the last dim, and their indices."""
+    """The k largest of the last dim, and their indices.
+
+    With `routes`, the indices are those of experts, which a batch may record or replay.
+    """
 
     name = "topk"
-    attributes = declared(k=COUNT)
-    template = "torch.topk({0}, {k}, dim=-1)"
+    attributes = declared(k=COUNT, routes=PRESENT)
     suffixes = ("", "indices")
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        if attributes.get("routes"):
+            return f"K.routed_topk(batch, {inputs[0]}, {attributes['k']})"
+        return f"torch.topk({inputs[0]}, {attributes['k']}, dim=-1)"
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         if attributes["k"] > int(types[0].shape[feature_dim(types[0], -1)]):

@@ -139,6 +139,21 @@ class ModelGraph:
             yield from ((parameter, layer) for parameter in graph.parameters)
 
 
+def routed_layers(model: ModelGraph) -> tuple[tuple[int, ...], int, int]:
+    """Return the layers with experts, and the experts that a token chooses there, and of how many.
+
+    The numbers are those of the layer with the most.
+    """
+    sizes = {}
+    for layer, index in enumerate(model.layers):
+        block = model.blocks[index]
+        for node in block.nodes:
+            if node.op == "topk" and node.get("routes"):
+                sizes[layer] = node.output.type.shape[-1], block.types[node.inputs[0]].shape[-1]
+    chosen, experts = (max(map(int, each)) for each in zip((0, 0), *sizes.values(), strict=True))
+    return tuple(sizes), chosen, experts
+
+
 def counts_on_host(model: ModelGraph) -> bool:
     """Return whether a layer synchronizes with the host, as experts do."""
     return any(operator(n.op).counts_on_host for block in model.blocks for n in block.nodes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pcg.formats import native
-from pcg.kernels.batch import Segments
+from pcg.kernels.batch import ProgramBatch, Segments
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.quantized import expert_matrices, native_experts
@@ -29,6 +29,15 @@ def expert_linear(x: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | Non
         of_expert = None if bias is None else bias[expert].view(-1)
         y[places] = linear(_rows(x, indices, places), matrices[expert], of_expert)
     return y.view(*indices.shape, -1)
+
+
+def routed_topk(batch: ProgramBatch, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of x [T, E] and their indices; those of a replay if there is any."""
+    values, indices = torch.topk(x, k, dim=-1)
+    if batch.routes is None:
+        return values, indices
+    chosen = batch.routes.chosen(batch.layer, indices)
+    return x.gather(-1, chosen), chosen
 
 
 _FEW_ROWS = 32

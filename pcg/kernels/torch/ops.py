@@ -54,6 +54,7 @@ from pcg.kernels.torch.experts import (
     expert_scaled_outer,
     expert_shrink,
     expert_shrink_backward,
+    routed_topk,
 )
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.latent_attention import latent_attention, latent_window_backward

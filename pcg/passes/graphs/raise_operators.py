@@ -390,7 +390,7 @@ def raise_graph(graph: Graph, inputs: Mapping[str, str] | None = None) -> Graph:
     graph = rewrite(graph, (_drop_identity, _join_reshapes))
     graph = rewrite(graph, (layer_norm, rms_norm, _linear_bias, rope, activation))
     graph = rewrite(graph, (plain_rms_norm, partial_rope, _drop_identity, _join_reshapes))
-    graph = rewrite(graph, (_unrepeat_heads, _drop_identity, _join_reshapes))
+    graph = rewrite(graph, (_unrepeat_heads, _mark_router, _drop_identity, _join_reshapes))
     return graph.renamed(readable_names(graph, inputs))
 
 
@@ -437,6 +437,20 @@ def _unrepeat_heads(rewriter: Rewriter, node: Node) -> NewName | None:
     inputs = (node.inputs[0], k, v, *node.inputs[3:])
     names = rewriter.add_many("attention", *inputs, scope=node.scope, **dict(node.attributes))
     rewriter.new_names[node.outputs[1].name] = names[1]
+    return names[0]
+
+
+def _mark_router(rewriter: Rewriter, node: Node) -> NewName | None:
+    """Mark the top-k whose indices are experts."""
+    if node.op != "topk" or node.get("routes"):
+        return None
+    chosen = node.outputs[1].name
+    experts = (n for n in rewriter.graph.nodes if n.op == "expert_linear")
+    if all(rewriter.through(n.inputs[1], "cast", "reshape") != chosen for n in experts):
+        return None
+    attributes = {**dict(node.attributes), "routes": True}
+    names = rewriter.add_many("topk", *node.inputs, scope=node.scope, **attributes)
+    rewriter.new_names[chosen] = names[1]
     return names[0]
 
 

@@ -62,10 +62,13 @@ class ModelSizes:
     Attributes:
         vocabulary: number of tokens of the model's vocabulary.
         max_positions: number of positions; None without bound.
+        routes: number of layers with experts, of the experts that a token chooses there, and of
+            all experts of a layer.
     """
 
     vocabulary: int
     max_positions: int | None
+    routes: tuple[int, int, int] = (0, 0, 0)
 
 
 def check_example(example: object, place: str, sizes: ModelSizes) -> None:

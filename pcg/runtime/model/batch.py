@@ -40,6 +40,7 @@ from pcg.kernels.batch import (
     DroppedTokens,
     KvGradients,
     ProgramBatch,
+    Routes,
     SequenceStates,
     Span,
 )
@@ -248,6 +249,7 @@ class Batch(ProgramBatch):
         self.keeps = keeps
         self.gradients: KvGradients | None = None
         self.states: SequenceStates | None = None
+        self.routes: Routes | None = None
         self.rows: Tensor | None = None
         self.rows_of_all: Tensor | None = None
         self.known: dict[object, Any] = {}

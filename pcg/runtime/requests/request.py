@@ -184,6 +184,8 @@ class Completion:
         logprobs: log-probabilities of the generated tokens; None unless requested.
         prompt_logprobs: log-probabilities of the prompt's tokens, with None for the first; None
             unless requested.
+        routed_experts: the experts of each token but the last one, [tokens, layers, k], int16, in
+            host memory; the layers are those with experts. None unless requested.
     """
 
     text: str
@@ -197,6 +199,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     index: int = 0
+    routed_experts: Tensor | None = field(default=None, compare=False)
     embedding: Tensor | None = field(default=None, compare=False)
     adapter_version: AdapterVersion | None = field(default=None, compare=False)
     queued_s: float | None = field(default=None, compare=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as List
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from pcg.errors import PcgError
@@ -123,6 +124,33 @@ class PromptRows:
         return None
 
 
+@dataclass(slots=True)
+class TokenRoutes:
+    """The experts that a sequence's tokens chose, [layers, k] each, as far as computed.
+
+    Attributes:
+        prompt: those of the prompt's tokens, which all continuations share.
+    """
+
+    prompt: list[Tensor] = field(default_factory=list)
+    further: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.further)
+
+    def rows(self) -> list[Tensor]:
+        return [*self.prompt, *self.further]
+
+    def add(self, start: int, chosen: Tensor, length: int) -> None:
+        """Add the choices of tokens from `start` on, [n, layers, k]; computed ones stay.
+
+        Args:
+            length: number of the prompt's tokens.
+        """
+        for row in chosen[max(len(self) - start, 0) :]:
+            (self.prompt if len(self.prompt) < length else self.further).append(row)
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request, or a continuation of a request, in the engine.
@@ -145,6 +173,7 @@ class Sequence:
         ahead: number of last tokens that the device draws and the host has not read, 0 or 1.
         begun: number of starts, as a preempted sequence starts again.
         rows: the rows of the prompt that the request reads; None for none.
+        routes: the experts of the tokens, if requested.
         likeliest: the number of likeliest tokens to find for each token; None for no logprobs.
         logprobs: log-probabilities of the generated tokens, if requested.
     """
@@ -171,6 +200,7 @@ class Sequence:
     begun: int = 0
     rows: PromptRows | None = field(init=False)
     generated: list[int] = field(default_factory=list)
+    routes: TokenRoutes | None = field(init=False)
     likeliest: int | None = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -178,6 +208,7 @@ class Sequence:
         self.length = self.request.length
         self.request_id = self.request.named(self.number)
         self.rows = PromptRows.of(self.request)
+        self.routes = TokenRoutes() if self.request.params.routed_experts else None
         self.likeliest = self.request.params.of_tokens
 
     @property
@@ -218,7 +249,8 @@ class Sequence:
     def skippable(self) -> int:
         """The maximum number of first tokens that blocks found in the cache may replace."""
         rows = self.rows
-        return self.length - 1 if rows is None or not rows.are_left else rows.read
+        most = self.length - 1 if rows is None or not rows.are_left else rows.read
+        return most if self.routes is None else min(most, len(self.routes))
 
     def begin(self, now_s: float) -> None:
         """Start running, for the first time or again."""
@@ -293,6 +325,8 @@ class Sequence:
     def follow(self, first: Sequence) -> None:
         """Copy the prompt's rows and blocks of the continuation that has computed them."""
         self.rows, self.blocks = first.rows, first.blocks.copy()
+        if first.routes is not None:
+            self.routes = TokenRoutes(first.routes.prompt)
 
     @property
     def cumulative_logprob(self) -> float:
@@ -403,10 +437,16 @@ class Sequence:
             logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=self._prompt_logprobs(),
             index=self.choice,
+            routed_experts=None if self.routes is None else self._routed(),
             embedding=self._embedding(),
             adapter_version=self.adapter_version,
             queued_s=queued_s,
         )
+
+    def _routed(self) -> Tensor | None:
+        assert self.routes is not None
+        rows = self.routes.rows()
+        return torch.stack(rows) if rows else None
 
     def _embedding(self) -> Tensor | None:
         rows, request = self.rows, self.request

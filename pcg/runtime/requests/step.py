@@ -161,6 +161,7 @@ class Results:
         logprobs: log-probabilities of these tokens, where requested.
         prompts: log-probabilities of further tokens of prompts, where requested.
         states: the sum of last hidden states of prompts, in host memory, and their number.
+        routes: the first token, and the experts of the tokens from there on, where requested.
         first_ns: over ranks, rank 0's `time.monotonic_ns` after drawing the tokens.
     """
 
@@ -168,6 +169,7 @@ class Results:
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)
     states: dict[Sequence, tuple[Tensor, int]] = field(default_factory=dict)
+    routes: dict[Sequence, tuple[int, Tensor]] = field(default_factory=dict)
     first_ns: int | None = None
 
     def give(self, sequence: Sequence) -> Chunk | None:
@@ -177,7 +179,10 @@ class Results:
             GenerationError: a number is not finite, or no token could be drawn.
         """
         logprobs = None
-        if self.logprobs or self.prompts or self.states:
+        if self.logprobs or self.prompts or self.states or self.routes:
+            if sequence in self.routes:
+                assert sequence.routes is not None
+                sequence.routes.add(*self.routes[sequence], sequence.request.length)
             if sequence in self.states:
                 sequence.pool(*self.states[sequence])
             if sequence in self.prompts:
@@ -271,5 +276,27 @@ class PooledStates:
             results.states[sequence] = total, count
 
 
-Computed: TypeAlias = DrawnTokens | PromptLogprobs | PooledStates
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that tokens chose, on the device or sent to the host.
+
+    Attributes:
+        places: sequences with their first token, and their rows.
+        chosen: [T, layers, k], int16.
+    """
+
+    places: List[tuple[Sequence, int, slice]]
+    chosen: Tensor
+
+    def sent(self) -> RoutedExperts:
+        """Return them as they will be on the host; see `downloaded`."""
+        return RoutedExperts(self.places, downloaded(self.chosen))
+
+    def read(self, results: Results) -> None:
+        """Add them to a step's results, once they are on the host."""
+        for sequence, start, rows in self.places:
+            results.routes[sequence] = start, self.chosen[rows].clone()
+
+
+Computed: TypeAlias = DrawnTokens | PromptLogprobs | PooledStates | RoutedExperts
 """A part of a step's results, on the device or sent to the host."""

@@ -64,6 +64,7 @@ class SamplingFields(TypedDict, total=False):
     prompt_logprobs: int | list[int | None] | None
     prompt_targets: Sequence[Sequence[int]]
     prompt_draws: int
+    routed_experts: bool | list[bool]
     echo: bool | list[bool]
     n: int
     best_of: int | None
@@ -112,6 +113,8 @@ class SamplingParams:
             token, with 0.0.
         prompt_draws: the number of tokens to draw at each of these positions, only by `temperature`
             and `seed`; returned with log-probabilities, in `top` after the targets.
+        routed_experts: return the experts that the prompt's and the output's tokens chose in each
+            layer, for a replay in training.
         n: the number of continuations of the prompt, which is computed once. With a seed,
             continuation i samples with seed + i.
         best_of: the number of continuations to compute, of which the n with the highest
@@ -152,6 +155,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_targets: tuple[tuple[int, ...], ...] = ()
     prompt_draws: int = 0
+    routed_experts: bool = False
     echo: bool = False
     n: int = 1
     best_of: int | None = None
@@ -179,7 +183,7 @@ class SamplingParams:
         require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens, most)
         require_texts("stop", self.stop, MOST_STOP_STRINGS, LONGEST_TEXT)
         require_token_ids("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "echo"):
+        for name in _FLAGS:
             require_bool(name, getattr(self, name))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -334,6 +338,10 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+_FLAGS = (
+    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "routed_experts"),
+    "echo",
+)
 _LISTS = (
     *("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "guided_choice"),
     "prompt_targets",

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.ir.program.program import Training
-from pcg.kernels.batch import KvGradients
-from pcg.kernels.devices import on_device, uploaded_list
+from pcg.ir.program.program import Training, routed_layers
+from pcg.kernels.batch import KvGradients, Routes
+from pcg.kernels.devices import on_device, uploaded, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
 from pcg.ranks.stages import StageLink
@@ -112,6 +112,7 @@ class TrainingPass(WindowedPass):
                 self.targets_of(example),
                 tables[i] if cache is not None else None,
                 i if numbers is None else numbers[i],
+                self.routes_of(example),
             )
             for i, example in enumerate(examples)
         ]
@@ -151,6 +152,10 @@ class TrainingPass(WindowedPass):
         """Return the target of each token of a sequence, virtual tokens first."""
         assert isinstance(example, Example)
         return self._runner.targets_of(example)
+
+    def routes_of(self, example: HasTokens) -> Tensor | None:
+        """Return the experts of each token of a sequence, virtual tokens first; None for none."""
+        return None
 
     @property
     def stage(self) -> Stage | None:
@@ -260,6 +265,9 @@ class TrainingPass(WindowedPass):
         batch = Batch(input_ids, spans, self._cache, keeps=True)
         batch.ranks, batch.parts = self._runner.ranks, self._sequences.parts
         batch.dropout_seed = self._dropout_seed
+        if (routes := self._sequences.routes(self.forwarded, end)) is not None:
+            layers, _, _ = routed_layers(self._runner.training.model)
+            batch.routes = Routes(layers, uploaded(routes, device))
         if self._cache is not None:
             boundary = self._boundary
             continues = end < self.tokens and self._sequences.context(end)

@@ -77,12 +77,16 @@ class Window:
 
 @dataclass(frozen=True)
 class PassSequence:
-    """A sequence: ids and targets, virtual tokens first; pages; index, for dropout."""
+    """A sequence: ids and targets, virtual tokens first; pages; index, for dropout.
+
+    `routes` are experts that tokens have to choose, [ids, layers, k]; None for the routers' choice.
+    """
 
     ids: Sequence[int]
     targets: Sequence[int]
     table: PageTable | None
     number: int
+    routes: Tensor | None = None
 
 
 class PassSequences:
@@ -136,6 +140,21 @@ class PassSequences:
             ids += sequence.ids[start:stop]
             targets += [IGNORED] if is_spare else sequence.targets[start:stop]
         return spans, ids, targets
+
+    def routes(self, begin: int, end: int) -> Tensor | None:
+        """Return the experts that the tokens of `window` have to choose; -1 for the routers'."""
+        every = next((s.routes for s in self._sequences if s.routes is not None), None)
+        if every is None:
+            return None
+        pieces = self.pieces(begin, end) if self.parts is None else self.parts.pieces
+        return torch.cat(
+            [
+                every.new_full((stop - start, *every.shape[1:]), -1) if routes is None
+                else routes[start:stop]
+                for index, start, stop in pieces
+                for routes in [self._sequences[index].routes]
+            ]
+        )  # fmt: skip
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield the pieces of sequences in the tokens [begin, end)."""

@@ -163,8 +163,9 @@ class UpdateLoss:
         targets = [*[IGNORED] * before, *rollout.tokens]
         if not self.trained:
             return Datum(ids[:-1], targets, weights=[0.0] * len(targets))
+        routes = rollout.routed_experts
         if self.is_function:
-            return Datum(ids[:-1], targets)
+            return Datum(ids[:-1], targets, routed_experts=routes)
 
         def column(values: Sequence[float]) -> list[float]:
             return [*[0.0] * before, *values]
@@ -175,6 +176,7 @@ class UpdateLoss:
             weights=column([self._weight(rollout)] * count),
             advantages=column([rollout.advantage] * count),
             logprobs=column(rollout.logprobs),
+            routed_experts=routes,
         )
 
     def loss(self) -> NamedLoss:

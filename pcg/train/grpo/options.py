@@ -36,6 +36,8 @@ class RolloutOptions:
         min_p: keep tokens with at least this probability relative to the most likely token.
         repetition_penalty: values above 1 discourage repeated tokens.
         stop: texts that end a completion.
+        router_replay: let the tokens of completions, in training, choose the experts that they
+            chose in sampling.
     """
 
     title: ClassVar[str] = "Rollouts"
@@ -52,6 +54,7 @@ class RolloutOptions:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    router_replay: bool = False
 
     @property
     def updates_per_generation(self) -> int:
@@ -74,6 +77,7 @@ class RolloutOptions:
             "repetition_penalty": float(self.repetition_penalty),
             "stop": self.stop,
             "logprobs": 0,
+            "routed_experts": self.router_replay,
         }
 
 
@@ -214,7 +218,7 @@ _COUNTS = {
     "top_k": 0,
     "warmup_steps": 0,
 }
-_FLAGS = ("mask_truncated_completions", "use_bias_correction_kl", "shuffle")
+_FLAGS = ("mask_truncated_completions", "router_replay", "shuffle", "use_bias_correction_kl")
 _NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, _ANY, False),
     "top_p": (_LEAST, 1, False),

@@ -276,6 +276,7 @@ class Rollout:
         counts: False for a completion excluded from the loss.
         advantage: the advantage; 0 before scoring.
         reference: the log-probability of each token by the reference, or None.
+        routed_experts: the experts of each token but the last one, with a router replay.
     """
 
     prompt: Prompt
@@ -287,6 +288,7 @@ class Rollout:
     counts: bool
     advantage: float = 0.0
     reference: tuple[float, ...] | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,7 @@ def _rollout(prompt: Prompt, completion: Completion, masks_truncated: bool) -> R
         tuple(logprob.logprob for logprob in completion.logprobs),
         has_ended,
         has_ended or not masks_truncated,
+        routed_experts=completion.routed_experts,
     )
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pcg.kernels.batch import Span
-from pcg.kernels.devices import uploaded_list
+from pcg.ir.program.program import routed_layers
+from pcg.kernels.batch import Routes, Span
+from pcg.kernels.devices import uploaded, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.peft.adapter import Adapter
 from pcg.ranks.group import SINGLE_RANK, Ranks
@@ -62,6 +63,7 @@ class ServedBatch:
         ready: indices of the sequences to sample.
         scored: rows of prompts for log-probabilities.
         pooled: rows of prompts for last hidden states.
+        routed: sequences with recorded experts, their first token, and their rows.
         batch, bound: the batch and its adapters on the device, after `put`.
         parts: parts of the batch, or of this rank's share, to run in sequence; later parts read
             keys and values of earlier parts.
@@ -79,6 +81,7 @@ class ServedBatch:
         self.ready: list[int] = []
         self.scored: list[ReadRows] = []
         self.pooled: list[ReadRows] = []
+        self.routed: list[tuple[Sequence, int, slice]] = []
         self.ids: list[int] = []
         self.spans: list[Span] = []
         self.batch: Batch
@@ -94,6 +97,8 @@ class ServedBatch:
             if sequence.rows is not None and (unread := sequence.rows.unread(start, end)):
                 read = self.scored if sequence.request.pooling is None else self.pooled
                 read.append(ReadRows(sequence, first + unread.start - start, unread))
+            if sequence.routes is not None:
+                self.routed.append((sequence, start, slice(first, first + count)))
             if sequence.ahead:
                 ids.append(latest.id_of(sequence.id))
             elif generated and count == 1 and end == sequence.length:
@@ -122,6 +127,21 @@ class ServedBatch:
         self.batch = Batch(ids, self.spans, cache)
         self.bound = tables.bind(self.adapters, [span.length for span in self.spans])
         self.parts = cut(self.batch, self.adapters, tables, cache, runner, cp)
+        if self.routed:
+            self.batch.routes = self._routes(runner)
+
+    def _routes(self, runner: ModelRunner) -> Routes:
+        """Record the tokens' experts; tokens that are computed again choose the same ones."""
+        layers, chosen, _ = routed_layers(runner.model)
+        replayed = torch.full((len(self.ids), len(layers), chosen), -1, dtype=torch.int16)
+        for sequence, start, rows in self.routed:
+            assert sequence.routes is not None
+            again = sequence.routes.rows()[start : start + rows.stop - rows.start]
+            if again:
+                replayed[rows.start : rows.start + len(again)] = torch.stack(again)
+        is_replay = bool((replayed >= 0).any())
+        on_device = uploaded(replayed, self.batch.input_ids.device) if is_replay else None
+        return Routes(layers, on_device)
 
     def hidden_requests(self, runner: ModelRunner) -> ProductRequest[list[Tensor]]:
         """Take the batch through the layers; see `ModelRunner.hidden_requests`."""

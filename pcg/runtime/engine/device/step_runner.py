@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
+from pcg.ir.program.program import routed_layers
 from pcg.kernels.devices import device_memory, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.backend import compiled
@@ -35,6 +36,7 @@ from pcg.runtime.requests.step import (
     PooledStates,
     PromptLogprobs,
     Results,
+    RoutedExperts,
 )
 from pcg.runtime.sampling.grammars import Grammar, Grammars
 from pcg.runtime.sampling.logprobs import Logprobs, PromptCells, logprobs_of
@@ -415,8 +417,22 @@ class StepRunner:
             raise GenerationError(
                 f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
+        if request.params.routed_experts:
+            self._check_routes(name, request)
         room = (self._max_positions or 2**62) - length
         return min(new, room)
+
+    def _check_routes(self, name: str, request: Request) -> None:
+        layers, _, _ = routed_layers(self._runner.model)
+        sizes = self._state.mesh.sizes
+        if not layers:
+            raise GenerationError(f"{name} has routed_experts, and the model has no experts")
+        if sizes.pp > 1 or sizes.cp > 1 or request.virtual_tokens:
+            raise GenerationError(
+                f"{name} has routed_experts, which are recorded without pipeline stages (pp="
+                f"{sizes.pp}), ranks that share tokens (cp={sizes.cp}) and virtual tokens "
+                f"({request.virtual_tokens}); leave routed_experts out"
+            )
 
     def prefetch(self, adapters: List[ServedAdapter]) -> None:
         if self.fails_alike:  # several ranks would have to agree on the copied adapters
@@ -487,6 +503,9 @@ class StepRunner:
             others.append(self._scored(served, computed[0]))
         if served.pooled:
             others.append(self._pooled(served, computed[0]))
+        if served.routed:
+            assert served.batch.routes is not None
+            others.append(RoutedExperts(served.routed, served.batch.routes.recorded))
         return running.computed(logits, None, others)
 
     def _run_forward(

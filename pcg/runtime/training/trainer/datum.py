@@ -106,6 +106,8 @@ class Datum:
         advantages: the advantage of each target, [N].
         logprobs: the log-probability of each target at the time of sampling or, for dpo, by the
             reference, [N].
+        routed_experts: the experts that the first n tokens have to choose, [n, layers, k], as
+            `Completion.routed_experts` has them; -1, and further tokens, are left to the routers.
     """
 
     tokens: Ids
@@ -113,6 +115,7 @@ class Datum:
     weights: Numbers | WideNumbers | None = None
     advantages: Numbers | None = None
     logprobs: Numbers | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class CheckedDatum:
         columns: weights, advantages and sampled log-probabilities; zeros for tokens without target.
         further: for K targets per token, the second, third, … targets, each with its weights.
         is_wide: True for targets of the shape [N, K], also with K = 1.
+        routes: the experts that the first tokens have to choose, [n, layers, k], int16, or None.
     """
 
     ids: Sequence[int]
@@ -132,6 +136,7 @@ class CheckedDatum:
     columns: tuple[Sequence[float], Sequence[float], Sequence[float]]
     further: Sequence[tuple[Sequence[int], Sequence[float]]] = ()
     is_wide: bool = False
+    routes: Tensor | None = field(default=None, compare=False)
 
     @property
     def predicted(self) -> int:
@@ -230,10 +235,34 @@ def _checked(
     kept = [_counted(column, targets) for column in columns]
     others = further_weights or [default] * len(further or ())
     pairs = [(row, _counted(item, row)) for row, item in zip(further or (), others, strict=True)]
-    datum = CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]), pairs, is_wide)
+    routes = _routes(given_datum.routed_experts, len(ids), place, sizes)
+    datum = CheckedDatum(ids, targets, (kept[0], kept[1], kept[2]), pairs, is_wide, routes)
     if not datum.predicted:
         raise DataError(f"{place} predicts nothing; give at least one of its tokens a target")
     return datum
+
+
+def _routes(values: Any, tokens: int, place: str, sizes: ModelSizes) -> Tensor | None:
+    if values is None:
+        return None
+    layers, chosen, experts = sizes.routes
+    try:
+        routes = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{place}.routed_experts is no array of numbers: {error}") from error
+    shape = list(routes.shape)
+    if routes.is_floating_point() or shape[1:] != [layers, chosen] or shape[0] > tokens:
+        raise DataError(
+            f"{place}.routed_experts has the shape {shape} and dtype {routes.dtype}; give ints "
+            f"[n, {layers}, {chosen}] for the first n of {tokens} tokens: the model has {layers} "
+            f"layers with experts, of which a token chooses {chosen}"
+        )
+    if len(routes) and not -1 <= int(routes.min()) <= int(routes.max()) < experts:
+        raise DataError(
+            f"{place}.routed_experts has numbers outside -1 to {experts - 1}; -1 is the router's "
+            "choice, and others are experts"
+        )
+    return routes.to(torch.int16)
 
 
 def _counted(numbers: Sequence[Any], targets: Sequence[int]) -> list[float]:
@@ -300,7 +329,7 @@ def _check_numbers(values: Sequence[Any] | None, name: str, place: str, loss: Lo
             raise DataError(f"{place}.{name}[{index}] is {shown(value)}; use finite numbers")
 
 
-_FIELDS = dataclasses.fields(Datum)
+_FIELDS = [item for item in dataclasses.fields(Datum) if item.name != "routed_experts"]
 
 
 def columns_of(data: Sequence[CheckedDatum], device: torch.device) -> Columns:

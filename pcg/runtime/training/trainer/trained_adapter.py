@@ -26,9 +26,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
+from pcg.ir.program.program import routed_layers
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
@@ -103,6 +105,14 @@ class ScoredPass(TrainingPass):
     def targets_of(self, example: HasTokens) -> list[int]:
         assert isinstance(example, CheckedDatum)
         return [*[IGNORED] * self._runner.adapter.prompt_tokens, *example.targets]
+
+    def routes_of(self, example: HasTokens) -> Tensor | None:
+        assert isinstance(example, CheckedDatum)
+        if example.routes is None:
+            return None
+        virtual = self._runner.adapter.prompt_tokens
+        behind = len(example.ids) - len(example.routes)
+        return F.pad(example.routes, (0, 0, 0, 0, virtual, behind), value=-1)
 
     def _further_targets(self, batch: ScoredBatch) -> list[Tensor]:
         """Return the second, third, … target of each token: [T] each, with virtual tokens."""
@@ -254,7 +264,9 @@ class TrainedAdapter:
 
     @property
     def sizes(self) -> ModelSizes:
-        return ModelSizes(self._state.vocabulary, self._state.max_positions)
+        layers, chosen, experts = routed_layers(self._runner.training.model)
+        sizes = len(layers), chosen, experts
+        return ModelSizes(self._state.vocabulary, self._state.max_positions, sizes)
 
     @property
     def virtual_tokens(self) -> int:
