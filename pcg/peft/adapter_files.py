@@ -58,6 +58,7 @@ from pcg.files import (
 )
 from pcg.ir.module_paths import first_match, parameter_of, parameter_path
 from pcg.peft.adapter import Adapter
+from pcg.peft.lora import LoraConfig
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
 from pcg.peft.targets import TargetedRecipe
@@ -117,6 +118,7 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None, composite:
                 raise _unknown_key(file, key, recipe)
         if composite and isinstance(recipe, TargetedRecipe):
             recipe = _of_language_model(file, tensors, recipe, COMPOSITES[composite] or "model")
+        recipe = _with_parameters(file, tensors.parts, recipe)
         tensors.parts = _by_path(file, tensors.parts, recipe)
         return _of_weights(file, name, tensors, recipe, config)
 
@@ -176,6 +178,24 @@ def _parameters_of(module: str) -> tuple[str, ...]:
     """Return the parameters of a module that an adapter may adapt as such."""
     names = _OF_EXPERTS if module.rpartition(".")[2] == "experts" else ("weight",)
     return tuple(f"{module}.{name}" for name in names)
+
+
+def _with_parameters(file: Path, parts: Collection[str], recipe: Recipe) -> Recipe:
+    """Return a recipe with target_parameters for a file of experts that has none, as vLLM's."""
+    outside = [path for path in parts if path.endswith(".experts")]
+    if not outside or not isinstance(recipe, LoraConfig) or recipe.target_parameters:
+        return recipe
+    lone = next((path for path in outside if f"{path}.base_layer" not in parts), None)
+    if lone is not None:
+        raise AdapterError(
+            f"{file} has weights for one parameter of {lone}, and {CONFIG} does not say which; "
+            "name it: target_parameters=['experts.gate_up_proj'] or ['experts.down_proj']"
+        )
+    targets = recipe.target_modules
+    if isinstance(targets, tuple):
+        targets = tuple(name for name in targets if name not in ("experts", *_OF_EXPERTS))
+    names = "experts.gate_up_proj", "experts.down_proj"
+    return dataclasses.replace(recipe, target_modules=targets, target_parameters=names)
 
 
 def _by_path(

@@ -382,7 +382,11 @@ class LoraConfig(PatternedRecipe):
             targets = (*{p.rpartition(".")[2] for p in linear if p != output_layer}, *names)
         if not isinstance(targets, tuple):
             return recipe
-        parameters = {name: names.get(name.rpartition(".")[2]) for name in targets}
+        modules = {*paths}  # A dense layer may have modules of these names, which a path names.
+        parameters = {
+            name: None if name in modules else names.get(name.rpartition(".")[2])
+            for name in targets
+        }
         fused = [name for name, parameter in parameters.items() if parameter == _GATE_AND_UP]
         if not any(parameters.values()):
             return recipe

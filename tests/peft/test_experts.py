@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pcg
 from pcg.errors import AdapterError
-from pcg.peft.adapter_files import WEIGHTS, read_adapter, write_adapter
+from pcg.peft.adapter_files import PREFIX, WEIGHTS, read_adapter, write_adapter
 from pcg.peft.lora import LoraConfig
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
@@ -115,3 +117,113 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     )
     with pytest.raises(AdapterError, match=r"has weights for 1 parameters of .*experts"):
         read_adapter(tmp_path, "mine")
+
+
+SPELLINGS = {
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "glm4_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+}
+RANK, SCALE = 3, 2.0
+
+
+def save_by_expert(
+    family: str, directory: Path, left_out: tuple[str, ...] = (), **fields: Any
+) -> tuple[Any, Any]:
+    """Write an adapter with a module for each expert; return the base and the merged model."""
+    base = oracle.random_model(BY_NAME[family].config(2))
+    merged = copy.deepcopy(base)
+    tensors: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    inside, parts = SPELLINGS[family]
+
+    def add(path: str, weight: torch.Tensor) -> None:
+        if any(word in path for word in left_out):
+            return
+        out, size = weight.shape
+        a, b = (
+            0.1 * torch.randn(*shape, generator=generator) for shape in ((RANK, size), (out, RANK))
+        )
+        tensors.update({f"{PREFIX}{path}.lora_A.weight": a, f"{PREFIX}{path}.lora_B.weight": b})
+        weight.data.add_(SCALE * b @ a)
+
+    for name, module in merged.named_modules():
+        if name.endswith("experts") and hasattr(module, "gate_up_proj"):
+            place = f"{name.removesuffix('mlp.experts')}{inside}"
+            for expert, (both, down) in enumerate(
+                zip(module.gate_up_proj, module.down_proj, strict=True)
+            ):
+                for part, weight in zip(parts, (*both.chunk(2), down), strict=True):
+                    add(f"{place}.{expert}.{part}", weight)
+        elif name.endswith(("q_proj", *parts)):
+            add(name, module.weight)
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / WEIGHTS)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK * SCALE, **fields}
+    config = {"target_modules": ["q_proj", *parts], **config}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return base, merged
+
+
+@pytest.mark.parametrize("family", SPELLINGS)
+def test_experts_with_a_module_each(family: str, tmp_path: Path) -> None:
+    """peft reads them, too, but for dense layers; an expert or a part may be missing."""
+    base, merged = save_by_expert(family, tmp_path / "whole")
+    _, dense = save_by_expert(family, tmp_path / "dense", (".experts.",))
+    _, partly = save_by_expert(
+        family, tmp_path / "part", (".experts.1.", f".2.{SPELLINGS[family][1][1]}")
+    )
+    adapters = {name: str(tmp_path / name) for name in ("whole", "dense", "part")}
+    executor = compiled.executor(base, adapters)
+    (sequence,) = prompts((9,))
+    for name, expected in (("whole", merged), ("dense", dense), ("part", partly), (None, base)):
+        (found,) = executor.logits([sequence], name)
+        assert oracle.relative_error(found, oracle.logits(expected, sequence)) < TOLERANCE
+    if family != "glm4_moe":
+        of_peft = oracle.load_saved(base, tmp_path / "whole")
+        expected = oracle.logits(of_peft, sequence)
+        (found,) = executor.logits([sequence], "whole")
+        assert oracle.relative_error(found, expected) < TOLERANCE
+    executor.save_adapter("part", tmp_path / "saved")
+    again = compiled.executor(base, {"saved": str(tmp_path / "saved")})
+    assert torch.equal(
+        *(e.logits([sequence], n)[0] for e, n in ((executor, "part"), (again, "saved")))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_rslora": True}, "use_rslora gives"),
+        ({"r": 2}, "gives it rank 2"),
+        (
+            {"target_modules": ["q_proj", "gate_proj", "down_proj"]},
+            "gate_proj.*name both|does not target",
+        ),
+    ],
+)
+def test_modules_of_experts_that_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base, _ = save_by_expert("qwen3_moe", tmp_path, **fields)
+    with pytest.raises(AdapterError, match=message):
+        compiled.executor(base, {"mine": str(tmp_path)})
+
+
+def test_fused_keys_without_target_parameters(tmp_path: Path) -> None:
+    """As vLLM reads them: peft's keys, of both parameters."""
+    base = oracle.random_model(BY_NAME["qwen3_moe"].config(2))
+    (sequence,) = prompts((9,))
+    for name, parameters in (("both", EXPERTS), ("lone", EXPERTS[1:])):
+        model = wrapped(base, ["q_proj"], parameters)
+        oracle.save(model, tmp_path / name)
+        file = tmp_path / name / "adapter_config.json"
+        config = json.loads(file.read_text()) | {"target_parameters": None}
+        config["target_modules"] = ["q_proj", "experts"]
+        file.write_text(json.dumps(config))
+        if name == "both":
+            expected = oracle.logits(model, sequence)
+    executor = compiled.executor(base, {"both": str(tmp_path / "both")})
+    assert oracle.relative_error(executor.logits([sequence], "both")[0], expected) < TOLERANCE
+    with pytest.raises(AdapterError, match="does not say which; name it"):
+        executor.add_adapter("lone", str(tmp_path / "lone"))

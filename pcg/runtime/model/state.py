@@ -50,6 +50,7 @@ from pcg.peft.adapter import (
 from pcg.peft.adapter_files import read_adapter
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import is_shorthand, recipe_from
+from pcg.peft.separate_experts import with_joined_experts
 from pcg.ranks.agreement import check_same, serving_text, training_text
 from pcg.ranks.group import Ranks
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
@@ -419,6 +420,13 @@ class ModelState:
         ):
             composite = self.program.config.get(COMPOSITE, "")
             adapter = read_adapter(path_or_config, name, self.weight_store.is_own, composite)
+            adapter = with_joined_experts(
+                adapter,
+                modules,
+                base.output_module,
+                str(self.program.config["model_type"]),
+                self.program.renamings,
+            )
             check_fits(adapter, modules, self.program.name, base.output_module)
             adapter = with_shared(adapter, modules)
             check_biases(adapter, self._base_biases(adapter))
