@@ -32,6 +32,7 @@ _COLUMNS = {
     "weights": "weights",
     "advantages": "advantages",
     "logprobs": "logprobs",
+    "routed_experts": "routed_experts",
 }
 """Fields of `Datum` by their names in the protocol."""
 
@@ -170,7 +171,7 @@ def order_of(call: ForwardBackwardCall, graph: LossGraph | None = None, *, train
 
 
 def _sample(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
-    """Convert a datum to the trainer's; with a graph, only tokens and targets."""
+    """Convert a datum to the trainer's; with a graph, only tokens, targets and experts."""
     unknown = sorted(datum.inputs.keys() - _COLUMNS.keys())
     if unknown and graph is None:
         raise DataError(
@@ -179,7 +180,9 @@ def _sample(datum: TinkerDatum, place: str, graph: LossGraph | None) -> Datum:
         )
     if "target_tokens" not in datum.inputs:
         raise DataError(f"{place}.loss_fn_inputs has no target_tokens; give [N]")
-    names = _COLUMNS if graph is None else {"target_tokens": "targets"}
+    names = _COLUMNS
+    if graph is not None:
+        names = {"target_tokens": "targets", "routed_experts": "routed_experts"}
     columns: dict[str, Any] = {
         names[name]: _tensor(array) for name, array in datum.inputs.items() if name in names
     }

@@ -46,6 +46,7 @@ _LONGEST_NAME = 256
 
 _PACKAGE = "tinker_public"
 # A field is its number, name and type: `*` means repeated, `?` distinguishes absent from empty.
+# Fields from 1000 on are pcg's own, and unknown to Tinker's client.
 _MESSAGES: Mapping[str, str] = {
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data bytes*, 4 loss_fn string, "
     "5 loss_fn_config bytes*, 6 forward_only bool, 7 loss_fn_config_v2 bytes*",
@@ -69,7 +70,7 @@ _MESSAGES: Mapping[str, str] = {
     "5 target_prompt_logprobs Tensor, 6 prompt_alt_tokens PromptAltTokens",
     "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes?, "
-    "4 topk_sampled_logprobs TopkLogprobs",
+    "4 topk_sampled_logprobs TopkLogprobs, 1000 routed_experts Tensor",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
 }
 
@@ -411,12 +412,14 @@ class SampledTokens:
         stop_reason: `stop` for a stop sequence or the end of the text, else `length`.
         top: requested top tokens at each position: ids (0 if absent) and log-probabilities (-99999
             if absent), both [N, k].
+        routes: requested experts of each token of prompt and output but the last, [n, layers · k].
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stop_reason: str
     top: tuple[Array, Array] | None = None
+    routes: Array | None = None
 
 
 def encode_sample(
@@ -450,6 +453,8 @@ def encode_sample(
         )
         if sampled.top is not None:
             sequence.topk_sampled_logprobs.CopyFrom(_top(*sampled.top))
+        if sampled.routes is not None:
+            sequence.routed_experts.CopyFrom(_tensor(sampled.routes))
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
     if top_prompt is not None:

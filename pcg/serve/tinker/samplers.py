@@ -243,6 +243,7 @@ def fields_of(body: SampleBody, room: int) -> RequestFields:
         "logprobs": body.topk_sample_logprobs,
         "logprobs_mode": "raw_logprobs",
         "ignore_eos": stop == [],
+        "routed_experts": body.routed_experts,
     }
     if body.is_of_prompt:
         fields["prompt_logprobs"] = body.topk_prompt_logprobs
@@ -273,8 +274,10 @@ def encoded(body: SampleBody, completions: Sequence[Completion]) -> bytes:
             [_number(token.logprob) for token in completion.logprobs or ()],
             completion.finish_reason,
             _top(completion.logprobs or (), k) if k else None,
+            None if routes is None else routes.flatten(1).numpy(),
         )
         for completion in completions
+        for routes in [completion.routed_experts]
     ]
     prompt: dict[str, Any] = {}
     of_prompt = completions[0].prompt_logprobs

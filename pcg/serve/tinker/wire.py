@@ -496,6 +496,7 @@ class SampleBody(TinkerBody):
     target_prompt_logprobs: TargetsBody | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MOST_CELLS)] = 0
     record_stability_info: Annotated[bool | None, AfterValidator(_no_stability)] = None
+    routed_experts: bool = False  # pcg's own
     type: Literal["sample"] = "sample"
 
     @model_validator(mode="after")

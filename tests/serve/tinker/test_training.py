@@ -13,7 +13,10 @@ from pcg.files import SUMS
 from pcg.records.run import find_runs, read_run
 from pcg.serve.adapters.catalog import Catalog
 from pcg.serve.store.store import DATABASE
-from tests.support import oracle, tinker_client, trainer_data
+from pcg.serve.tinker.proto import CLASSES
+from pcg.serve.tinker.records import PROTOBUF
+from tests.support import compiled, oracle, tinker_client, trainer_data
+from tests.support.families import BY_NAME
 from tests.support.waiting import until
 
 RATE = 1e-2
@@ -408,3 +411,45 @@ def test_a_loss_outlasts_the_server(tmp_path):
     with tinker_client.server(tmp_path) as served, tinker_client.raw(served.url) as raw:
         assert tinker_client.result(raw, promise) == told
         assert told["loss_id"].startswith("loss-")
+
+
+def test_experts_of_samples_are_replayed(tmp_path):
+    """A sample's experts are a tensor beside its tokens, which a datum takes as it is."""
+    model = oracle.random_model(BY_NAME["mixtral"].config(2))
+    prompt = [5, 8, 13]
+    with (
+        tinker_client.server(tmp_path, lambda: compiled.executor(model)) as served,
+        tinker_client.client(served.url) as client,
+    ):
+        trained = make(client, train_mlp=False)
+        with tinker_client.raw(served.url) as raw:
+            body = tinker_client.sample(prompt, base_model=tinker_client.MODEL, routed_experts=True)
+            ask = {"request_id": raw.post("asample", json=body).json()["request_id"]}
+
+            def answer():
+                return raw.post("retrieve_future", json=ask)
+
+            until(lambda: answer().headers["content-type"] == PROTOBUF)
+            message = CLASSES["SampleResponse"].FromString(answer().content)
+        (sampled,) = message.sequences
+        tokens = [*prompt, *np.frombuffer(sampled.tokens, "<i4").tolist()]
+        found = sampled.routed_experts
+        routes = np.frombuffer(found.dense, "<i8").reshape(tuple(found.shape))
+        assert routes.shape == (len(tokens) - 1, 2 * 2)
+
+        def logprobs(chosen):
+            given = types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": np.array(tokens[1:]),
+                    "weights": np.ones(len(tokens) - 1, np.float32),
+                    "routed_experts": chosen,
+                },
+            )
+            return flat(trained.forward([given], "cross_entropy").result().loss_fn_outputs)
+
+        own = logprobs(np.full_like(routes, -1))
+        assert logprobs(routes) == pytest.approx(own, abs=1e-6)
+        assert max(map(abs, np.subtract(logprobs((routes + 1) % 4), own))) > 1e-3
+        behind = own[len(prompt) - 1 :]
+        assert behind == pytest.approx(np.frombuffer(sampled.logprobs, "<f4"), abs=1e-5)

@@ -107,7 +107,8 @@ class Datum:
         logprobs: the log-probability of each target at the time of sampling or, for dpo, by the
             reference, [N].
         routed_experts: the experts that the first n tokens have to choose, [n, layers, k], as
-            `Completion.routed_experts` has them; -1, and further tokens, are left to the routers.
+            `Completion.routed_experts` has them, or [n, layers · k]; -1, and further tokens, are
+            left to the routers.
     """
 
     tokens: Ids
@@ -250,6 +251,8 @@ def _routes(values: Any, tokens: int, place: str, sizes: ModelSizes) -> Tensor |
         routes = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{place}.routed_experts is no array of numbers: {error}") from error
+    if layers and routes.dim() == 2 and routes.shape[1] == layers * chosen:
+        routes = routes.unflatten(1, (layers, chosen))
     shape = list(routes.shape)
     if routes.is_floating_point() or shape[1:] != [layers, chosen] or shape[0] > tokens:
         raise DataError(
