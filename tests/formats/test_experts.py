@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pcg
 from pcg.compiler import compile_program, make_executor
-from pcg.errors import ParallelError, PcgError, WeightsError
+from pcg.errors import ParallelError, PcgError, UnsupportedError, WeightsError
 from pcg.formats.registry import FORMATS
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
@@ -214,6 +214,12 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_experts_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
     """transformers 5 leaves them in floating point, and transformers 4 quantized them."""
+    oracle.save_model(oracle.random_model(config_of("qwen3_moe")), tmp_path / "float")
+    with pytest.raises(
+        UnsupportedError, match=r"experts.gate_up_proj has experts.*quantization='nf4'"
+    ):
+        pcg.quantize(tmp_path / "float", "nf4", tmp_path / "quantized")
+    tmp_path /= "stored"
     stored_by_expert(tmp_path, "nf4", "bitsandbytes")
     with pytest.raises(WeightsError, match=r"experts.gate_up_proj.* use the float checkpoint"):
         pcg.compile(tmp_path)
