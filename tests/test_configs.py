@@ -37,6 +37,7 @@ PARAMETERS = {
     "allenai/Olmo-3-7B-Instruct": 7_298_011_136,
     "baidu/ERNIE-4.5-21B-A3B-PT": 21_825_437_888,
     "bigcode/starcoder": 15_517_456_384,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,  # less the routers' buffers
     "facebook/opt-6.7b": 6_658_473_984,
     "google/gemma-2-27b": 27_227_128_320,
     "google/gemma-3-1b-it": 999_885_952,
@@ -60,6 +61,8 @@ PARAMETERS = {
     "mosaicml/mpt-7b": 6_649_286_656,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_937_344,
     "openai-community/gpt2-xl": 1_557_611_200,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "openai/gpt-oss-20b": 20_914_757_184,
     "tiiuae/falcon-7b": 7_217_189_760 - 65024 * 4544,
     # published rounded
     "Qwen/Qwen3.5-27B": 27_356_728_560,

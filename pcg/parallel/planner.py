@@ -5,7 +5,8 @@ each with layouts of its inputs. A value brought into a layout has it for all la
 cheapest rule of a node depends on other nodes. A state is the layouts of the values with later
 readers. Dynamic programming keeps the cheapest path to each state, and drops a state only if
 another costs no more, including the reshards to the layouts that it lacks. The result is therefore
-the least of all assignments of rules and layouts.
+the least of all assignments of rules and layouts, as long as a node has at most `_WIDTH` states.
+Where more values live together, as in a delta rule or latent attention, the cheapest states stay.
 
 Reshards of a value, forward and backward:
 
@@ -203,6 +204,7 @@ def reshards_from(
 
 
 _FREE = Constraints()
+_WIDTH = 128
 
 Versions = dict[str, frozenset[Layout]]
 """The layouts of the values with later readers, by name."""
@@ -477,6 +479,8 @@ class Planner:
         for state in sorted(states, key=lambda state: state.cost):
             if not any(self._dominates(other, state, fixed) for other in remaining):
                 remaining.append(state)
+            if len(remaining) == _WIDTH:
+                break
         return remaining
 
     def _dominates(self, state: _State, other: _State, fixed: Constraints) -> bool:

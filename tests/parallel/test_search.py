@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pcg.errors import TypeCheckError
+from pcg.explain.explain import explain
 from pcg.ir.analysis.dataflow import trained
 from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding
 from pcg.ir.program.program import ModelGraph
@@ -301,3 +302,11 @@ def test_every_reader_gathers_or_none() -> None:
                 assert held not in read if is_gathered else read == {held}
                 assert max(errors(search.graph, 2, plan).values()) < 1e-5
     assert seen == {False, True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-9B", "deepseek-ai/DeepSeek-V3"])
+def test_layers_of_many_live_values_are_planned(name: str) -> None:
+    """Delta rules and latent attention have more states than an exact search can visit."""
+    four, two = (explain(name, peft="lora", tp=tp) for tp in (4, 2))
+    assert four.memory_bytes < two.memory_bytes
