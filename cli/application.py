@@ -196,7 +196,7 @@ _add(
     "pcg serve-base examples/checkpoint --port 8300",
     "pcg serve-base MODEL --policy opportunistic --wait-ms 2",
 )
-_add(app, models_command, "pcg models --json")
+_add(app, models_command, "pcg models --json", "pcg models --families")
 _add(
     app,
     opt_command,

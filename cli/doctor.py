@@ -24,14 +24,19 @@ from .options.console import busy, out, plain, print_json, table
 from .options.executors import FIELDS
 from .options.fields import Json, complete_model
 
+Families = Annotated[bool, typer.Option("--families", help="List the causal LMs of transformers.")]
 
-def models_command(json: Json = False) -> None:
+
+def models_command(families: Families = False, json: Json = False) -> None:
     """List the models whose configs ship with pcg.
 
     These models can be explained and compiled offline.
     """
-    from pcg.source import ALIASES, SHIPPED, shipped
+    from pcg.source import ALIASES, MODEL_TYPES, SHIPPED, shipped
 
+    if families:
+        _show_families(json_module.loads(MODEL_TYPES.read_text()), json)
+        return
     models = []
     for name in shipped():
         config = json_module.loads((SHIPPED / (name.replace("/", "--", 1) + ".json")).read_text())
@@ -47,6 +52,17 @@ def models_command(json: Json = False) -> None:
         rows.add_row(*(plain(values[column]) for column in columns))
     out().print(rows)
     out().print("\nAny other model: its directory, or its hub id.", style="dim")
+
+
+def _show_families(content: Mapping[str, Any], json: bool) -> None:
+    if json:
+        print_json(content)
+        return
+    out().print(f"causal LMs of transformers {content['transformers']}, by model type")
+    for row in content["outcomes"]:
+        types = row["model_types"]
+        out().print(f"\n{row['outcome']} ({len(types)}): {row['why']}", style="bold", markup=False)
+        out().print(", ".join(types), markup=False)
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

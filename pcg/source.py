@@ -31,6 +31,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHIPPED = Path(__file__).with_name("configs")
+MODEL_TYPES = Path(__file__).with_name("trace") / "model_types.json"
+"""What pcg makes of every causal LM of transformers, written by tests/support/model_table.py."""
 _LONGEST_ID = 96  # of the hub
 _INHERITED = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",

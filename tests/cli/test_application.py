@@ -115,6 +115,14 @@ def test_models():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_families():
+    outcomes = json.loads(output_of("models", "--families", "--json"))["outcomes"]
+    text = output_of("models", "--families")
+    for row in outcomes:
+        assert f"{row['outcome']} ({len(row['model_types'])})" in text
+        assert set(row["model_types"]) <= set(text.replace(",", " ").split())
+
+
 def test_doctor():
     report = json.loads(output_of("doctor", "--json"))
     assert report["product_ms"].keys() == {"float32", "bfloat16", "int8", "nf4"}

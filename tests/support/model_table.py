@@ -1,10 +1,11 @@
-"""The part of docs/models.md that says of every causal LM of transformers what pcg makes of it.
+"""What pcg makes of every causal LM of transformers, for `pcg models --families` and the documents.
 
-`python -m tests.support.model_table` writes it, in a few minutes.
+`python -m tests.support.model_table` writes the file and its table, in a few minutes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections import defaultdict
@@ -23,6 +24,7 @@ from tests.support import oracle
 from tests.support.architectures import CAUSAL_LMS, default_config
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+FILE = Path(pcg.__file__).parent / "trace" / "model_types.json"
 BEGIN = "<!-- written by `python -m tests.support.model_table` -->\n"
 END = "<!-- end -->\n"
 RUNS, EXPLAINS = "runs", "explains"
@@ -112,35 +114,45 @@ def _compare(model: Any, executor: Any, tokens: int) -> None:
         raise WrongError(f"after {tokens} tokens {continued} are generated, and not {greedy}")
 
 
-def written(text: str) -> dict[str, str]:
-    """What a document says of each model type."""
-    rows = re.findall(r"^\| (.+?) \| .+? \| (.+?) \|$", _part(text), re.MULTILINE)
-    return {kind: name for name, kinds in rows for kind in re.findall(r"`([^`]+)`", kinds)}
+def written() -> dict[str, str]:
+    """The outcome of each model type, as the file says."""
+    outcomes = json.loads(FILE.read_text("utf-8"))["outcomes"]
+    return {kind: row["outcome"] for row in outcomes for kind in row["model_types"]}
 
 
-def table(outcomes: Mapping[str, str]) -> str:
-    """The part of the document, of what becomes of each model type."""
+def rows_of(outcomes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The file's rows."""
     kinds = defaultdict(list)
     for kind, name in sorted(outcomes.items()):
-        kinds[name].append(f"`{kind}`")
-    rows = [
-        f"| {name} | {why} | {', '.join(kinds[name])} |"
+        kinds[name].append(kind)
+    return [
+        {"outcome": name, "why": why, "model_types": kinds[name]}
         for name, why in _WHY.items()
         if kinds[name]
     ]
-    head = f"| of transformers {transformers.__version__} | | model types |\n|---|---|---|\n"
+
+
+def table(outcomes: Mapping[str, str], version: str = transformers.__version__) -> str:
+    """The part of the document, of what becomes of each model type."""
+    rows = [
+        f"| {row['outcome']} | {row['why']} | {', '.join(f'`{t}`' for t in row['model_types'])} |"
+        for row in rows_of(outcomes)
+    ]
+    head = f"| of transformers {version} | | model types |\n|---|---|---|\n"
     return BEGIN + head + "\n".join(rows) + "\n" + END
+
+
+def write(outcomes: Mapping[str, str], version: str = transformers.__version__) -> None:
+    """Write the file, and its table in the document."""
+    content = {"transformers": version, "outcomes": rows_of(outcomes)}
+    FILE.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    text = DOCUMENT.read_text("utf-8")
+    DOCUMENT.write_text(text.replace(_part(text), table(outcomes, version)), "utf-8")
 
 
 def _part(text: str) -> str:
     return text[text.index(BEGIN) : text.index(END) + len(END)]
 
 
-def main() -> None:
-    text = DOCUMENT.read_text("utf-8")
-    made = table({kind: outcome(kind, [24]) for kind in CAUSAL_LMS})
-    DOCUMENT.write_text(text.replace(_part(text), made), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write({kind: outcome(kind, [24]) for kind in CAUSAL_LMS})

@@ -15,7 +15,7 @@ from tests.support.model_table import DOCUMENT, EXPLAINS, RUNS, outcome, outcome
 from tests.support.parameters import mostly_slow
 
 TEXT = DOCUMENT.read_text("utf-8")
-WRITTEN = written(TEXT)
+WRITTEN = written()
 VERSION = re.compile(r"(?<=of transformers )[\d.]+")
 FIRST = {
     name: kind
