@@ -59,8 +59,7 @@ class PlanOptions:
             holds oneDNN's packed copies in addition to the weights for training; False slows down
             decoding.
         latent_cache: cache the latents that keys and values are products of (DeepSeek-V3, MiniCPM3)
-            instead of the keys and values of all heads; for the torch backend on one rank
-            (docs/models.md).
+            instead of the keys and values of all heads; for the torch backend (docs/models.md).
     Raises:
         ParallelError: an option of ranks is out of range, or has no effect.
         UnsupportedError: another option is out of range.
@@ -89,10 +88,6 @@ class PlanOptions:
         for name in ("packed_weights", "latent_cache"):
             if type(value := getattr(self, name)) is not bool:
                 raise UnsupportedError(f"{name}={value!r}; use True or False")
-        if self.latent_cache and self.tp > 1:
-            raise UnsupportedError(
-                f"latent_cache=True is for one rank, not for tp={self.tp}; leave it out"
-            )
         if self.lossy_activations not in (None, "fp8"):
             raise UnsupportedError(
                 f"lossy_activations={self.lossy_activations!r}; use 'fp8', or leave it out to save "
@@ -280,7 +275,8 @@ class ExplainOptions(OptimizerChoice, CompileOptions):
             raise UnsupportedError(f"device={self.device!r}; use cuda or cpu")
         if self.latent_cache and self.cp > 1:
             raise UnsupportedError(
-                f"latent_cache=True is for one rank, not for cp={self.cp}; leave one of them out"
+                f"latent_cache=True and cp={self.cp}: ranks that share the tokens of sequences "
+                "exchange keys and values; leave one of them out"
             )
         if self.device == "cpu" and self.gpus:
             raise UnsupportedError(

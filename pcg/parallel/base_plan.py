@@ -153,7 +153,8 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
         if weight is None:
             values = [name for name in node.inputs if name not in graph.parameters_by_name]
             adds_whole = node.op in ("add", "sub") and not all(makers.get(n) for n in values)
-            if behind and (adds_whole or not carried.isdisjoint(node.inputs)):
+            meets_whole = adds_whole or not carried.isdisjoint(node.inputs)
+            if behind and (meets_whole or _is_latent(graph, node)):
                 # A shard meets a whole value: those products form no pair with a later product.
                 for name in behind:
                     plan.pop(name, None)
@@ -170,6 +171,24 @@ def _pairs(graph: Graph, degree: int) -> dict[str, Layout]:
         for weight in makers.get(name, ()):
             plan.pop(weight, None)
     return plan
+
+
+def _is_latent(graph: Graph, node: Node) -> bool:
+    """Return whether a node reads features that each rank needs whole, for its heads.
+
+    These are a product's features that are normed together for products alone, as the latents of
+    attention, and features that are repeated for all heads.
+    """
+    if node.op == "expand":
+        return bool(graph.types[node.inputs[0]].shape[1:-1] == (1,))
+    if node.op not in ("rms_norm", "layer_norm") or len(node.output.type.dims) != 2:
+        return False
+    made = graph.producers.get(node.inputs[0])
+    while made is not None and made.op in ("slice", "reshape"):
+        made = graph.producers.get(made.inputs[0])
+    readers = graph.consumers.get(node.name, ())
+    reads = [_frozen_weight(graph, reader) for reader in readers]
+    return made is not None and _frozen_weight(graph, made) is not None and all(reads)
 
 
 def _frozen_weight(graph: Graph, node: Node) -> str | None:

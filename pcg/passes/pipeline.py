@@ -192,11 +192,7 @@ def pipeline(settings: Settings) -> Pipeline:
         trace=_stage("trace", Trace(dtype_name(options.dtype), settings.whole)),
         fold=_stage("fold", FoldTrace(), QuantizeWeights(format_name(options.quantization))),
         raise_operators=_stage("raise", On("model", RaiseOperators())),
-        attach=_stage(
-            "attach",
-            Attach(settings.bypasses, settings.trains),
-            *when(options.latent_cache, On("serving", CacheLatents())),
-        ),
+        attach=_stage("attach", Attach(settings.bypasses, settings.trains)),
         parallelize=_stage(
             "parallelize",
             *when(
@@ -215,6 +211,7 @@ def pipeline(settings: Settings) -> Pipeline:
                 ),
                 On("base serving training", Localize(tp)),
             ),
+            *when(options.latent_cache, On("serving", CacheLatents())),
         ),
         differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
         prune=_stage("prune", On(f"{layers} training.prologue training.loss", Prune())),

@@ -257,11 +257,12 @@ def test_ranks(name: str, sizes: MeshSizes) -> None:
     """Parts of the states, which a split projection numbers anew, or those of some layers."""
     sequences, names = prompts((13, 40, 1, 33)), ["a", None, "b", "a"]
     options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
-    alone = make_executor(make_program(name, 1, 4), name)
+    latent = name in LATENT
+    alone = make_executor(make_program(name, 1, 4, latent_cache=latent), name)
     logits = alone.logits(sequences, names)
     tokens = [c.token_ids for c in alone.generate(sequences, names, **options)]
     alone.finetune(EXAMPLES, "b", **JOB)
-    program = make_program(name, sizes.tp, 4)
+    program = make_program(name, sizes.tp, 4, latent_cache=latent)
 
     def check(mesh: RankMesh) -> None:
         executor = make_executor(program, name, mesh)

@@ -91,7 +91,6 @@ def test_half_precision_without_native_kernels() -> None:
             {},
             "otherwise than LoRA",
         ),
-        ("minicpm3", "lora", {"tp": 2}, "latent_cache=True is for one rank, not for tp=2"),
         ("minicpm3", "lora", {"backend": "triton"}, "not for backend='triton'"),
         ("minicpm3", "lora", {"quantization": "int8_weight"}, "by a float weight"),
     ],
@@ -102,5 +101,5 @@ def test_refusals(config: str, peft: object, options: Mapping[str, Any], message
 
 
 def test_context_parallelism_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="latent_cache=True is for one rank, not for cp=2"):
+    with pytest.raises(UnsupportedError, match="latent_cache=True and cp=2: ranks that share"):
         explaining.explain(CONFIG, None, latent_cache=True, cp=2)

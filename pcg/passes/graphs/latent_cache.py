@@ -172,7 +172,7 @@ def _inputs(graph: Graph, name: str) -> Sequence[str]:
 def _refusal(node: Node) -> UnsupportedError:
     return UnsupportedError(
         f"an adapter changes the keys and values of {node.scope or node.name} otherwise than LoRA "
-        "without dropout does, and latent_cache=True caches what they are products of; leave the "
-        "module that expands latents, such as kv_b_proj, out of its targets, or compile with "
-        "latent_cache=False"
+        "does, with A whole on each rank and without dropout, and latent_cache=True caches what "
+        "they are products of; leave the module that expands latents, such as kv_b_proj, out of "
+        "its targets, or compile with latent_cache=False"
     )
