@@ -1,4 +1,4 @@
-"""Products by stored matrices, and their dequantization, by the native kernel in `native.cpp`.
+"""Products by stored matrices and float experts, and dequantization, by the kernel in `native.cpp`.
 
     y = x W̃ᵀ       W̃ is read once, in the form in which it is stored
 
@@ -54,7 +54,8 @@ class Kind(IntEnum):
 @functools.cache
 def _library() -> Any:
     """Return the library; None where it cannot be compiled, which is logged once."""
-    library = load_optional(_SOURCE, "products by quantized weights", "-ffp-contract=off")
+    purpose = "products by quantized weights and experts"
+    library = load_optional(_SOURCE, purpose, "-ffp-contract=off")
     if library is None:
         return None
     library.pcg_multiply.argtypes = (
