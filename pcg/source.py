@@ -79,11 +79,11 @@ ALIASES: Mapping[str, str] = {
 COMPOSITES: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "aria", "deepseek_vl", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified",
-            "got_ocr2", "hyperclovax_vision_v2", "internvl", "janus", "kimi_k25", "lfm2_vl",
-            "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3",
-            "moss_transcribe_diarize",
-            "ovis2", "qianfan_ocr", "video_llama_3", "vipllava",
+            "aria", "deepseek_vl", "exaone4_5", "fuyu", "gemma3", "gemma3n", "gemma4",
+            "gemma4_unified", "got_ocr2", "hyperclovax_vision_v2", "internvl", "janus",
+            "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision",
+            "mistral3", "moss_transcribe_diarize", "ovis2", "qianfan_ocr", "video_llama_3",
+            "vipllava",
         ),
         "model.language_model",
     ),

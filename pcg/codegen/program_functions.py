@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pcg.ir.graph import Graph
+from pcg.ir.program.interfaces import gradient_name
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.units import number_ranges
 
@@ -122,7 +123,7 @@ def _plan_functions(block: Graph, plan: TrainingGraph, where: str) -> Iterator[F
     if plan.backward is None:
         return
     outputs = plan.backward.outputs
-    incoming = [v.name for v in plan.backward.inputs if v.name not in plan.saved]
+    incoming = [gradient_name(name) for name in block.outputs]
     count = len(outputs) - len(plan.trained)
     yield Function(
         plan.backward,

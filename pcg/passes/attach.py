@@ -191,16 +191,13 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     """Attach bypass networks to a model.
 
     Raises:
-        UnsupportedError: an operator cannot replace its trained bias, or a site has different sizes
-            in two layers.
+        UnsupportedError: an operator cannot replace its trained bias.
     """
-    shapes = model.linear_sites()
-    _require_one_size(model, bypasses)
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
 
     def attached_graph(graph: Graph, here: LayerBypasses) -> Graph:
         embedding = prompted if graph is model.prologue else ""
-        return _attach_graph(graph, bypasses, here, shapes, embedding)
+        return _attach_graph(graph, bypasses, here, sites_of(graph), embedding)
 
     blocks, layers = _attach_layers(model, bypasses, attached_graph)
     outside = bypasses.of(None)
@@ -217,19 +214,6 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
             'other biases; use bias="none"'
         )
     return attached
-
-
-def _require_one_size(model: ModelGraph, bypasses: Bypasses) -> None:
-    """Refuse a site whose size differs between layers, as the adapters of a batch are stacked."""
-    sizes: dict[str, Shape] = {}
-    for graph in model.graphs:
-        for site, size in sites_of(graph).items():
-            if sizes.setdefault(site, size) != size and site in bypasses.at:
-                raise UnsupportedError(
-                    f"{site} is {list(sizes[site])} in one layer and {list(size)} in another, and "
-                    "pcg attaches adapters to modules of one size in all layers; leave "
-                    f"{site.rpartition('.')[2]} out of the recipe's targets"
-                )
 
 
 def _attach_layers(
@@ -265,6 +249,16 @@ def embeds(prologue: Graph) -> str:
     if embedding is None:
         raise UnsupportedError(
             "the model has no token embedding that pcg knows, before which virtual tokens would be"
+        )
+    ids, count = {"input_ids"}, 0
+    for node in prologue.nodes:
+        if not ids.isdisjoint(node.inputs):
+            count += node.op == "embedding"
+            ids.update(() if node.op == "embedding" else (value.name for value in node.outputs))
+    if count > 1:
+        raise UnsupportedError(
+            "the model embeds its tokens twice, and virtual tokens have no second embedding; use "
+            "a method that adapts modules, such as LoRA"
         )
     return [node.name for node in prologue.nodes if node.scope == embedding.scope][-1]
 

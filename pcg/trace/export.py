@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -526,10 +527,13 @@ def _constant_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
                     on_meta.add(prefix)
         # A module may also initialise the buffers of those within it.
         holders = {parent for path in on_meta for parent in _parents(path)}
-        for prefix, module in reversed(list(model.named_modules())):
-            if prefix in holders and hasattr(model, "_init_weights"):
+        modules = dict(model.named_modules())
+        for prefix, module in reversed(modules.items()):
+            owners = (modules[path] for path in reversed([*_parents(prefix)]) if path in modules)
+            owner = next((each for each in owners if hasattr(each, "_init_weights")), None)
+            if prefix in holders and owner is not None:
                 with torch.device("cpu"):
-                    model._init_weights(module)  # type: ignore[operator]
+                    owner._init_weights(module)
         for prefix, module in model.named_modules():
             for name in module._non_persistent_buffers_set:
                 value = module._buffers[name]
@@ -560,6 +564,8 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inputs]
     forward.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     own_forward = vars(model).get("forward")
+    validates = Distribution._validate_args  # branches on the values of its numbers
+    Distribution.set_default_validate_args(False)
     last = model.register_forward_hook(logits, with_kwargs=True)
     model.forward = forward
     try:
@@ -571,6 +577,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     except Exception as error:
         raise _NotThisWay(_reason(error)) from error
     finally:
+        Distribution.set_default_validate_args(validates)
         last.remove()
         del model.forward
         if own_forward is not None:

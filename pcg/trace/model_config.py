@@ -69,10 +69,6 @@ POSITIONS = Cause(
     "positions computed from the tokens",
     "a padding token counts for none; pcg gives each token its position",
 )
-INPUTS_PER_LAYER = Cause(
-    "per-layer input embeddings",
-    "each layer reads its slice of a second embedding of the tokens",
-)
 
 CAUSES: tuple[Cause, ...] = (
     ENCODER_DECODER,
@@ -92,7 +88,6 @@ CAUSES: tuple[Cause, ...] = (
         "a token attends within its chunk; pcg has causal attention to all or a window",
         fields=r'"chunked_attention"',
     ),
-    INPUTS_PER_LAYER,
     Cause(
         "experts in another form",
         "pcg takes experts of transformers' common interface",
@@ -397,12 +392,6 @@ def _check_supported(config: Any) -> None:
             f"this {kind} in memory is quantized (quantization_config={quantization}); give the "
             "checkpoint's directory or hub id instead of the module"
         )
-    inputs_size = getattr(config, "hidden_size_per_layer_input", None)
-    if inputs_size:
-        raise UnsupportedError(
-            f"this {kind} has hidden_size_per_layer_input={inputs_size}, {INPUTS_PER_LAYER.name}; "
-            f"{INPUTS_PER_LAYER.why}"
-        )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedError(
@@ -432,11 +421,12 @@ def renamings_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
     composite = getattr(model.config, COMPOSITE, "")
     path = COMPOSITES.get(composite)
     outer = get_checkpoint_conversion_mapping(composite) or () if path else ()
+    # Without its composite, a language model's paths lack the prefix.
+    read = ("WeightRenaming",) if path else ("WeightRenaming", "PrefixChange")
     renamings = [
         (_name_pattern(rule.source_patterns[0]), rule.target_patterns[0].replace(r"\.", "."))
         for rule in (*outer, *rules)
-        if type(rule).__name__ in ("WeightRenaming", "PrefixChange")
-        and len(rule.source_patterns) == 1
+        if type(rule).__name__ in read and len(rule.source_patterns) == 1
     ]
     if path:  # of files with a causal LM in the place of its base model
         renamings.append((rf"^{re.escape(path)}\.model\.", f"{path}."))

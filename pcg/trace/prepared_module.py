@@ -67,7 +67,9 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
                 if isinstance(value, list | tuple) and len(value) == count:
                     vars(holder)[key] = type(value)(value[index] for index in chosen)
         for config in configs:
-            if getattr(config, "num_hidden_layers", None) == count:
+            # A table of per-layer inputs keeps the slices of all layers.
+            has_inputs = getattr(config, "hidden_size_per_layer_input", None)
+            if getattr(config, "num_hidden_layers", None) == count and not has_inputs:
                 config.num_hidden_layers = len(chosen)
             if overrides := getattr(config, "_heterogeneity_spec", None):
                 by_layer = overrides.per_layer_overrides

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from math import prod
 
 import torch
@@ -123,9 +124,21 @@ def _expanded(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
     return FlatValue(name, tags, shape)
 
 
+def broadcast_tensors(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    parts = [flat.tensor(part) for part in argument(node, 0)]
+    if any(part.shape != parts[0].shape for part in parts):
+        raise refusal(node, "its tensors have different shapes")
+    return parts
+
+
 def repeat(flat: FlatGraph, node: Node) -> FlatValue:
     x, repeats = flat.tensor(node.args[0]), argument(node, 1)
-    if len(repeats) != len(x.shape):
+    added = len(repeats) - len(x.shape)
+    if added and x.rows == 1 and all(r == 1 for r in repeats[added:]):
+        lies = FlatValue("", "d" * added + x.tags, traced_shape(node))
+        name = flat.reshape(x.name, (1,) * added + x.features)
+        return lies.named(flat.add("expand", name, shape=(-1,) * ("t" in x.tags) + lies.features))
+    if added:
         raise refusal(node, "it adds dims")
     if any(r != 1 and s != 1 for r, s in zip(repeats, x.shape, strict=True)):
         raise refusal(node, "it tiles a dim of more than one entry")
@@ -430,11 +443,28 @@ def _out_in(flat: FlatGraph, node: Node, weight: FlatValue) -> str:
     return flat.builder.parameter(replace(parameter, value=value, transposed=True))
 
 
+_MOST_PRODUCTS = 8
+"""Maximum inner size of a product of two matrices of each token, which becomes a sum."""
+
+
 def matmul(flat: FlatGraph, node: Node) -> FlatValue:
     left, right = (flat.tensor(a) for a in node.args[:2])
     if "t" in left.tags and len(right.tags) == 2 and "t" not in right.tags:
         return _product(flat, node, left, _out_in(flat, node, right))
-    if len(left.tags) >= 2 and left.shape[-1] == 1 and right.shape[-2] == 1:
+    inner, last = left.shape[-1] or 0, len(right.tags) - 1
+    if "t" in left.tags[:-2] and left.tags == right.tags and inner <= _MOST_PRODUCTS:
+        terms = [
+            broadcast(
+                flat,
+                node,
+                "mul",
+                _sliced(flat, left, last, k, k + 1),
+                _sliced(flat, right, last - 1, k, k + 1),
+            )
+            for k in range(inner)
+        ]
+        return reduce(lambda x, y: broadcast(flat, node, "add", x, y), terms)
+    if len(left.tags) >= 2 and inner == 1 and right.shape[-2] == 1:
         return broadcast(flat, node, "mul", left, right)
     raise refusal(node, "it multiplies activations with activations")
 
@@ -578,6 +608,7 @@ _ATEN: Mapping[str, Rule] = {
     "_weight_norm": weight_norm,
     "addmm": addmm,
     "arange": arange,
+    "broadcast_tensors": broadcast_tensors,
     "clamp": unary("clamp", min=1, max=2),
     "copy": copy,
     "detach": elementwise.detach,
@@ -591,6 +622,7 @@ _ATEN: Mapping[str, Rule] = {
     "rms_norm": rms_norm,
     "linear": linear,
     "max": maximum,
+    "multiply": binary("mul"),
     "mean": reduction("mean"),
     "new_empty": new_empty,
     "numpy_T": reverse,

@@ -84,10 +84,15 @@ def test_layers_with_other_attributes_are_other_blocks() -> None:
     assert model.layers == (1, 0, 1)
 
 
-def test_a_layer_that_reads_past_its_neighbour_is_refused() -> None:
-    text = MODEL.replace("linear(%mul_1, %embed)", "linear(%linear, %embed)")
-    with pytest.raises(TraceError, match=r"%linear, made by layer 0, is read by a later layer"):
-        run_text(text, "fold")
+def test_what_a_later_layer_reads_is_carried() -> None:
+    """It is not the hidden state by its place: layers before it hand on a value that none reads."""
+    head = "%linear_2: f32[T, 9] = linear("
+    added = "%sum: f32[T, 4] = add(%mul_1, %linear)  @head\n  "
+    text = MODEL.replace(f"{head}%mul_1,", f"{added}{head}%sum,")
+    model = Fold("layers", (0, 1)).run(parse_graph(text))
+    assert [len(block.outputs) for block in model.blocks] == [2, 2]
+    carried = [value.name for value in model.blocks[1].inputs[:2]]
+    assert model.blocks[1].outputs[1] == carried[1]
 
 
 ATTENTION = "{scale=0.5, softcap=0.0, window=0}"

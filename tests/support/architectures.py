@@ -131,6 +131,20 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "n_recurrent_layers": 4,
         "num_hidden_layers": 8,
     },
+    "gemma3n_text": {
+        "hidden_size_per_layer_input": 8,
+        "intermediate_size": [96] * 4,
+        "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "gemma4_text": {
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 8,
@@ -178,8 +192,6 @@ def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
     own: dict[str, Any] = json.loads(made.to_json_string())
     if kind in COMPOSITES:
         own["text_config"] = default_config(made.get_text_config().model_type, layers)
-        if kind == "gemma4":  # as its dense and its mixture checkpoints
-            own["text_config"] |= {"hidden_size_per_layer_input": 0}
         tower = own.get("vision_config") or {}
         sizes = {name: size for name, size in _TOWER.items() if type(tower.get(name)) is int}
         return {**own, "vision_config": {**tower, **sizes}, "dtype": "float32"}

@@ -140,6 +140,15 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_
 _OUT = ("out_proj",)
 """Modules of Mamba layers that peft does not adapt."""
 
+_PER_LAYER = {
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 1,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+"""Embeddings of each layer, and keys and values that layers share."""
+
 FAMILIES: tuple[Family, ...] = (
     Family("llama2", "llama", _of(_LLAMA, num_key_value_heads=4)),
     Family("llama3", "llama", _of(_LLAMA, rope_theta=500000.0)),
@@ -201,6 +210,30 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi", "phi", _of(_LLAMA, num_key_value_heads=4), extra=True),
     Family("gemma2", "gemma2", _GEMMA),
     Family("gemma3", "gemma3_text", _GEMMA, per_layer={"layer_types": _full_then_sliding}),
+    Family(
+        "gemma3n",
+        "gemma3n_text",
+        _of(
+            _LLAMA,
+            **_PER_LAYER,
+            laurel_rank=8,
+        ),
+        _QV,
+        per_layer={
+            **_MIXED,
+            "activation_sparsity_pattern": lambda layers: [0.5] + [0.0] * (layers - 1),
+            "intermediate_size": lambda layers: [96] * layers,
+        },
+        excluded=tuple(f"altup_unembed_projections.{i}" for i in range(3)),
+        extra=True,
+    ),
+    Family(
+        "gemma4",
+        "gemma4_text",
+        _of(_LLAMA, **_PER_LAYER, global_head_dim=24, use_double_wide_mlp=True),
+        _QV,
+        per_layer=_MIXED,
+    ),
     Family("falcon-7b", "falcon", _FALCON),
     Family("falcon-40b", "falcon", _of(_FALCON, num_kv_heads=2, new_decoder_architecture=True)),
     Family("falcon-mha", "falcon", _of(_FALCON, multi_query=False, bias=True), extra=True),

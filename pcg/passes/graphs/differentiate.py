@@ -108,6 +108,9 @@ class Differentiate(Pass[Graph, Differentiated]):
                 gradients[name] = builder.input(gradient_name(name), before.types[name])
         for node in reversed(before.nodes):
             _backpropagate(builder, before, node, active, gradients)
+        for name, output in zip(wrt, before.outputs, strict=False):
+            if name not in gradients and gradients.get(output):  # carried for later layers alone
+                gradients[name] = builder.add("mul", [gradients[output]], scalar=0.0)
         adapters = tuple(name for name in trained(before) if name in gradients)
         frozen = tuple(name for name in frozen if name in gradients)
         backward = builder.build([gradients[name] for name in (*wrt, *adapters, *frozen)])

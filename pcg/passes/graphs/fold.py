@@ -5,6 +5,10 @@ as rotary tables, belong to the prologue, except views and functions of weights,
 block computes itself. The layers are then renamed to a canonical form, in which layers of the same
 kind are equal graphs.
 
+A layer may also read its slice of a tensor with a slice for each layer, and what a layer far before
+it makes, as shared keys and values. Both are carried through all layers. The slices turn by one at
+each layer, so that each layer reads the first.
+
     prologue(input_ids, position_ids) -> carried, invariants
     block(carried, invariants)        -> carried              once a layer
     epilogue(carried, invariants)     -> logits
@@ -16,8 +20,10 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from pcg.errors import TraceError, UnsupportedError
+from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.operators import operator
 from pcg.ir.operators.recurrent import numbered_states
@@ -57,9 +63,9 @@ def _numbered(graph: Graph) -> str:
 
 class _Folder:
     def __init__(self, graph: Graph, layers_path: str) -> None:
-        self.graph = graph
         self.layers_path = layers_path
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
+        self.graph, self._turned = _with_turned(graph, layers_path)
         outer = {p.name for p in graph.parameters if not p.source.startswith(f"{layers_path}.")}
         constant = self._depend_on(set(), "constant") | outer
         self._positional = self._depend_on({"position_ids"}, "constant") | (
@@ -112,6 +118,7 @@ class _Folder:
         regions = [self._with_recomputed(i) for i in range(PROLOGUE, self._count + 1)]
         reads = [self._reads(nodes) for nodes in regions]
         carried = [self._carried(reads[i + 1], i) for i in range(self._count + 1)]
+        self._carry_far(regions[0], reads, carried)
         others = (
             name for i, names in enumerate(reads[1:]) for name in names if name not in carried[i]
         )
@@ -160,6 +167,38 @@ class _Folder:
             tuple(taken.index(block) for block in layers),
             epilogue,
         )
+
+    def _carry_far(
+        self, prologue: list[Node], reads: Sequence[Sequence[str]], carried: list[list[str]]
+    ) -> None:
+        """Carry turned slices, and values of layers to others than the next, through all layers."""
+        for names in self._turned:
+            for names_of_region, name in zip(carried, names, strict=True):
+                names_of_region[:] = [*(n for n in names_of_region if n != name), name]
+        far = dict.fromkeys(
+            name
+            for region, names in enumerate(reads, PROLOGUE)
+            for name in names
+            if PROLOGUE < self._region_of(name) < region - 1
+        )
+        # What the next layer alone reads, as shared keys, is no hidden state by its type.
+        hidden = [self.graph.types[name] for name in min(carried[1:], key=len)]
+        for names in carried[1:]:
+            if len(names) > len(hidden):
+                far.update((n, None) for n in names if self.graph.types[n] not in hidden)
+        builder = Builder.extending(self.graph)
+        for number, name in enumerate(far):
+            # No layer reads what is carried before; equal values would be merged.
+            made_by, type_ = self._region_of(name), self.graph.types[name]
+            before = builder.add("cast", ["position_ids"], dtype=type_.dtype)
+            before = builder.add("mul", [before], scalar=number)
+            before = builder.add("reshape", [before], shape=(-1,) + (1,) * len(type_.features))
+            before = builder.add("expand", [before], shape=(-1, *type_.features))
+            for region, names in enumerate(carried):
+                here = name if region > made_by else before
+                names[:] = [*(n for n in names if n != here), here]
+        prologue += builder.nodes[len(self.graph.nodes) :]
+        self.graph = self.graph.replace(nodes=tuple(builder.nodes))
 
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
         """Return the values that depend only on these inputs and on parameters of these roles."""
@@ -265,6 +304,59 @@ class _Folder:
     def _relative_scope(self, scope: str) -> str:
         match = self._pattern.match(scope)
         return (match[2] or "") if match else scope
+
+
+def _with_turned(graph: Graph, layers_path: str) -> tuple[Graph, list[list[str]]]:
+    """Replace slices of layers i, at index i, by the first of a tensor that each layer turns.
+
+    Returns:
+        The graph, and the names of each such tensor: before the layers, and after each of them.
+    """
+    layer_of = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.|$)")
+    readers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node)
+
+    def layers_reading(node: Node) -> set[str]:
+        layers: set[str] = set()
+        for reader in readers.get(node.name, ()):
+            match = layer_of.match(reader.scope)
+            layers |= {match[1]} if match else layers_reading(reader) or {""}
+        return layers
+
+    matches = (layer_of.match(node.scope) for node in graph.nodes)
+    count = len({match[1] for match in matches if match})
+    slices: dict[tuple[str, int], list[str]] = {}
+    for node in graph.nodes:
+        if node.op == "slice" and not layer_of.match(node.scope):
+            start, dim = (cast(int, node.attribute(name)) for name in ("start", "dim"))
+            if node.get("stop") == start + 1 and layers_reading(node) == {str(start)}:
+                slices.setdefault((node.inputs[0], dim), []).append(node.name)
+    turned: dict[tuple[str, int], list[str]] = {
+        key: [key[0]] for key, names in slices.items() if len(names) == count
+    }
+    builder = Builder.extending(graph.replace(nodes=(), outputs=()))
+    builder.reserved = graph.types
+    scopes: dict[str, str] = {}  # of what a layer alone reads, by name
+    for node in graph.nodes:
+        key = next((key for key in turned if node.name in slices[key]), None)
+        if key is not None:
+            names, scope = turned[key], f"{layers_path}.{node.get('start')}"
+            whole, dim = names[-1], key[1]
+            first = node.changed(inputs=(whole,), attributes={"start": 0, "stop": 1}, scope=scope)
+            builder.append(first)
+            size = graph.types[key[0]].shape[dim]
+            rest = builder.add("slice", [whole], dim=dim, start=1, stop=size, scope=scope)
+            names.append(builder.add("concat", [rest, node.name], dim=dim, scope=scope))
+            scopes[node.name] = scope
+            continue
+        scope = next((scopes[name] for name in node.inputs if name in scopes), "")
+        if scope and not layer_of.match(node.scope):
+            scopes[node.name] = scope
+            node = dataclasses.replace(node, scope=scope)
+        builder.append(node)
+    return graph.replace(nodes=tuple(builder.nodes)), list(turned.values())
 
 
 def _readable(graph: Graph, carried: Sequence[str], shared: Mapping[str, str]) -> Graph:

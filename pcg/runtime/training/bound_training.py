@@ -227,7 +227,7 @@ class BoundTraining:
             dropped = batch if self._drops_in_loss else None
             recorded = self._graphs.loss.run(whole, chunk.rows, chunk.targets, weights, dropped)
             if recorded is not None:
-                for gradient, d in zip(window.gradients, recorded.gradients, strict=True):
+                for gradient, d in zip(window.gradients, recorded.gradients, strict=False):
                     chunk.put_own(d, gradient)
                 window.put(chunk, recorded.losses)
                 return recorded.total
@@ -243,7 +243,8 @@ class BoundTraining:
             if window.slopes is not None:
                 slopes = chunk.of_whole(window.slopes).to(dtype)
             loss, back = yield from self.loss_of(batch, part, chunk.targets, slopes)
-            for gradient, d in zip(window.gradients, back, strict=True):
+            # The loss reads the first of the carried values alone.
+            for gradient, d in zip(window.gradients, back, strict=False):
                 chunk.put_own(d, gradient)
         batch.chosen = None
         window.put(chunk, loss)
