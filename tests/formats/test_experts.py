@@ -22,7 +22,13 @@ from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import StateDictCheckpoint
-from tests.formats.test_formats import EXACT, IN_SHORT, QUANTIZES, with_stored_weights
+from tests.formats.test_formats import (
+    EXACT,
+    IN_SHORT,
+    QUANTIZES,
+    packed_int32,
+    with_stored_weights,
+)
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
@@ -189,6 +195,40 @@ def test_checkpoints_of_experts_one_by_one(name: str, library: str, tmp_path: Pa
     check_gradients(executor, wrapped)
     report = pcg.explain(folder, None, dtype="float32")
     assert executor.state.weight_store.size_bytes == report.memory_bytes["weights"]
+
+
+@pytest.mark.slow
+def test_experts_of_gptq(tmp_path: Path) -> None:
+    """transformers reads the matrices as GPTQ's are to be read, in floating point."""
+    oracle.save_model(oracle.random_model(config_of("qwen3_moe")), tmp_path)
+    format_, floats = FORMATS["int4_g64"], {}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for key, weight in load_file(tmp_path / "model.safetensors").items():
+            if not key.endswith("_proj.weight"):
+                yield key, weight
+                continue
+            parts, module = format_.quantize(weight), key.removesuffix(".weight")
+            floats[key] = format_.whole(parts, torch.float32)
+            codes = torch.stack([parts["codes"] & 15, parts["codes"] >> 4], -1).flatten(1)
+            yield f"{module}.qweight", packed_int32(codes).t()
+            yield f"{module}.qzeros", packed_int32(parts["zeros"].t())
+            yield f"{module}.scales", parts["scales"].t()
+            yield f"{module}.g_idx", torch.arange(codes.shape[1], dtype=torch.int32) // 64
+
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
+    written(tmp_path, {**settings, "checkpoint_format": "gptq_v2"}, tensors())
+    executor = pcg.compile(tmp_path, dtype="float32")
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    stored = load_file(tmp_path / "model.safetensors")
+    whole = {key: t for key, t in stored.items() if key.endswith(".weight")} | floats
+    written(tmp_path, {}, iter(whole.items()))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=config, dtype=torch.float32
+    )
+    (found,) = executor.logits([IDS])
+    assert oracle.relative_error(found, oracle.logits(model, IDS)) < TOLERANCE
 
 
 def rewritten(folder: Path, change: Any) -> Path:
