@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 import sympy
 import torch
@@ -28,6 +29,7 @@ import torch
 from pcg.explain.base_memory import base_bytes, packed_bytes
 from pcg.explain.planned_model import PlannedModel
 from pcg.explain.report.report_data import KINDS, Moment
+from pcg.formats.registry import FORMATS
 from pcg.ir.analysis.dataflow import trained
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH
 from pcg.ir.layouts import layout_of
@@ -90,7 +92,11 @@ def step_memory(
     adapters = sympy.Integer(size * elements(_trained_shapes(planned)))
     on_gpu = planned.setup.device == "cuda"
     kinds = (
-        sympy.Integer(base_bytes(planned.base, planned.setup.parts) + packed_copies(planned)),
+        sympy.Integer(
+            base_bytes(planned.base, planned.setup.parts)
+            + packed_copies(planned)
+            + latent_copies(planned.serving)
+        ),
         adapters,
         adapters,
         sympy.Integer(states.device_bytes + (0 if on_gpu else states.host_bytes)),
@@ -108,6 +114,18 @@ def served_bytes(model: ModelGraph, tokens: sympy.Expr) -> sympy.Expr:
     states = bytes_of_states(model)
     sequences = sympy.ceiling(tokens / CONTEXT) if states else 0
     return bytes_of_token(model) * tokens + states * sequences
+
+
+def latent_copies(model: ModelGraph) -> int:
+    """Return the bytes of the float copies of quantized weights that latents are expanded by."""
+    size_bytes = 0
+    for index in model.layers:
+        block = model.blocks[index]
+        for node in block.nodes:
+            if node.op == "latent_attention" and block.types[node.inputs[3]].dtype in FORMATS:
+                size = DTYPE_BYTES[block.types[node.inputs[0]].dtype]
+                size_bytes += size * prod(block.types[node.inputs[3]].features)
+    return size_bytes
 
 
 def version_bytes(planned: PlannedModel) -> int:

@@ -22,6 +22,7 @@ from tests.support import oracle
 from tests.support.architectures import default_config
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import Models
+from tests.support.prompts import prompts
 
 CONFIG = BY_NAME["minicpm3"].config(3)
 LATENT = 24 + 8
@@ -59,6 +60,18 @@ def test_jobs_beside_requests() -> None:
     test_co_serving.check(models, ["all-4", "few-3"], Random(1))
 
 
+def test_a_quantized_expansion() -> None:
+    """Tokens are those of transformers with dequantized weights."""
+    model = oracle.random_model(BY_NAME["minicpm3"].config(2))
+    options: dict[str, Any] = {"quantization": "int8_weight", "latent_cache": True}
+    executor = compiler.compile(model, None, verify=False, **options)
+    for path, weight in executor.state.weight_store.linear().items():
+        model.get_submodule(path).weight.data.copy_(weight)
+    found = executor.generate(prompts((9, 21)), max_new_tokens=8, ignore_eos=True)
+    expected = [oracle.greedy(model, prompt, 8) for prompt in prompts((9, 21))]
+    assert [list(completion.token_ids) for completion in found] == expected
+
+
 @pytest.mark.slow
 def test_half_precision_without_native_kernels() -> None:
     """fp16 decodes by PyTorch's operators, as close to fp32 as the expanded cache does."""
@@ -92,7 +105,6 @@ def test_half_precision_without_native_kernels() -> None:
             "otherwise than LoRA",
         ),
         ("minicpm3", "lora", {"backend": "triton"}, "not for backend='triton'"),
-        ("minicpm3", "lora", {"quantization": "int8_weight"}, "by a float weight"),
     ],
 )
 def test_refusals(config: str, peft: object, options: Mapping[str, Any], message: str) -> None:

@@ -5,7 +5,8 @@
     s_h = q'_h K_h · c + q_rot_h · r        absorbed: single tokens, which never multiply W by
     out_h = V_h (softmax(s)_h · c)          the latents of earlier tokens
 
-The cache holds [c; r] of each token as one head, which keys and values share.
+The cache holds [c; r] of each token as one head, which keys and values share. A quantized W is kept
+as a float copy.
 
 Shapes: T tokens, H heads, N latent size, R size of the keys' common part r, m keys of a span.
 
@@ -29,6 +30,7 @@ from pcg.kernels.torch.attention import attend_spans, attention, window_backward
 from pcg.kernels.torch.attention_math import Scoring, lse_dtype
 from pcg.kernels.torch.host_kernels import attend_single_tokens
 from pcg.kernels.torch.lora import as_weight
+from pcg.kernels.torch.quantized import float_weight
 
 
 class _Lora(NamedTuple):
@@ -52,7 +54,8 @@ class _Expansion:
     @classmethod
     def of(cls, q: Tensor, rest: int, weight: Tensor, a: Any = None, b: Any = None) -> Self:
         """Make it for queries q [T, H, K + rest]."""
-        return cls(weight, tuple(_loras(a, b, len(q))), q.shape[1], q.shape[2] - rest)
+        whole = float_weight(weight, keeps=True)
+        return cls(whole, tuple(_loras(a, b, len(q))), q.shape[1], q.shape[2] - rest)
 
     def lora_at(self, token: int) -> Iterator[_Lora]:
         return (lora for lora in self.loras if lora.first <= token < lora.end)

@@ -76,6 +76,7 @@ class QuantizedWeight(StandIn):
         default_factory=dict, init=False, repr=False
     )
     _experts: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _floats: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -142,6 +143,12 @@ class QuantizedWeight(StandIn):
         """Return the float matrix [out, in], those of experts below each other."""
         return torch.cat([block.format.whole(block.parts, dtype) for block in self.blocks])
 
+    def kept(self, dtype: torch.dtype) -> Tensor:
+        """Return the float matrix, which stays in memory."""
+        if dtype not in self._floats:
+            self._floats[dtype] = self.dequantized(dtype)
+        return self._floats[dtype]
+
     def digest(self) -> str:
         digest = hashlib.sha256()
         for block in self.blocks:
@@ -158,11 +165,12 @@ class QuantizedWeight(StandIn):
             start += block.parts.rows
 
 
-def float_weight(weight: Tensor) -> Tensor:
-    """Return a weight, or the dequantized matrices of a quantized one."""
+def float_weight(weight: Tensor, *, keeps: bool = False) -> Tensor:
+    """Return a weight, or the dequantized matrices of a quantized one, kept with it if asked."""
     stand_in = stand_in_of(weight) if has_stand_in(weight) else None
     if isinstance(stand_in, QuantizedWeight):
-        return stand_in.dequantized(weight.dtype).view(weight.shape)
+        make = stand_in.kept if keeps else stand_in.dequantized
+        return make(weight.dtype).view(weight.shape)
     return weight
 
 

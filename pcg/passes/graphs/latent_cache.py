@@ -65,8 +65,8 @@ class CacheLatents(ModelPass):
     def run(self, before: ModelGraph) -> ModelGraph:
         if not any(latents_of(block) for block in before.blocks):
             raise UnsupportedError(
-                "latent_cache=True, and no layer's keys and values are products of a latent by a "
-                "float weight; leave it out"
+                "latent_cache=True, and no layer's keys and values are products of a latent; leave "
+                "it out"
             )
         return before.map(_with_latents)
 
@@ -146,8 +146,7 @@ def _latents(graph: Graph, node: Node) -> Latents | None:
             raise _refusal(node)
     if is_prefixed or linear.op != "linear":
         raise _refusal(node)
-    weight = graph.types[linear.inputs[1]]
-    if len(linear.inputs) != 2 or weight.dtype != graph.types[linear.inputs[0]].dtype:
+    if len(linear.inputs) != 2:
         return None
     return Latents(node, linear.inputs[0], rest, (linear.inputs[1], *lora))
 
