@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, GenerationError
-from pcg.ir.program.program import Program
+from pcg.errors import FinetuneError, GenerationError, UnsupportedError
+from pcg.ir.program.program import Program, short_positions
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
@@ -52,9 +52,15 @@ def whole_logits(
     """Compute the logits of all tokens of whole sequences; see `Executor.logits`."""
     adapters = state.adapters_of(len(sequences), adapter)
     check_same(state.world, "logits", sequence_facts(sequences, adapters))
+    short = short_positions(state.program.config)
     for i, sequence in enumerate(sequences):
         if not sequence:
             raise GenerationError(f"sequence {i} has no tokens; give at least one")
+        if short is not None and len(sequence) > short:
+            raise UnsupportedError(
+                f"sequence {i} has {len(sequence)} tokens, and pcg rotates by the short factors of "
+                f"LongRoPE, which are for {short} positions; use a shorter one"
+            )
     return state.logits(state.serving.runner, state.serving.tables, sequences, adapters)
 
 
@@ -290,6 +296,8 @@ class Executor:
             adapter: a name for all sequences, a name for each, or None for the base.
         Returns:
             [S, V] for a single sequence, [B, S, V] for a tensor [B, S], else a list of [S_i, V].
+        Raises:
+            UnsupportedError: LongRoPE would rotate a sequence of this length by other factors.
         """
         if isinstance(input_ids, Tensor):
             rows = input_ids.reshape(-1, input_ids.shape[-1]).tolist()

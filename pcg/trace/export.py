@@ -570,7 +570,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     model.forward = forward
     try:
         # torch prints the graph of code that it cannot trace.
-        with NumbersOnMeta(), contextlib.redirect_stderr(io.StringIO()):
+        with NumbersOnMeta(), _short_rope(model), contextlib.redirect_stderr(io.StringIO()):
             return torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
     except PcgError:
         raise
@@ -582,6 +582,24 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
         del model.forward
         if own_forward is not None:
             model.forward = own_forward
+
+
+@contextlib.contextmanager
+def _short_rope(model: nn.Module) -> Iterator[None]:
+    """Let LongRoPE keep its short factors, as it does up to `positions_of`."""
+    types: dict[Any, Any] = {
+        module: kind
+        for module in model.modules()
+        if (kind := vars(module).get("rope_type")) and "longrope" in str(kind)
+    }
+    try:
+        for module, kind in types.items():
+            is_single = isinstance(kind, str)
+            module.rope_type = "default" if is_single else dict.fromkeys(kind, "default")
+        yield
+    finally:
+        for module, kind in types.items():
+            module.rope_type = kind
 
 
 def arguments_of(model: nn.Module, tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, bool]]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from pcg.errors import ConfigError, PcgError, TraceError, UnsupportedError
+from pcg.ir.program.program import short_positions
 from pcg.source import COMPOSITE, COMPOSITES
 from pcg.units import shown
 
@@ -256,7 +257,9 @@ def _names_of(name: str, config_class: Any) -> list[str]:
 
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Types that transformers' `dynamic_rope_update` in modeling_rope_utils.py adapts to the length."""
+"""Types that transformers' `dynamic_rope_update` in modeling_rope_utils.py adapts to the length.
+
+From a configuration, pcg compiles `longrope` up to the positions of its short factors."""
 
 
 def parse_config(config: Mapping[str, Any]) -> Any:
@@ -294,7 +297,8 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         raise UnsupportedError(
             f"{model_type} is no causal LM in transformers; pcg compiles causal LMs"
         )
-    _check_supported(parsed)
+    is_known = short_positions(fields) is not None
+    _check_supported(parsed, _LENGTH_DEPENDENT_ROPE[:1] if is_known else _LENGTH_DEPENDENT_ROPE)
     if COMPOSITE not in fields:  # its composite's own defaults, which transformers leaves out
         check_named(fields, parsed)
     return parsed
@@ -322,8 +326,12 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions of a transformers configuration; None if unbounded."""
-    positions = getattr(config, "max_position_embeddings", None)
+    """Return the number of positions of a transformers configuration; None if unbounded.
+
+    With LongRoPE, they are those of its short factors.
+    """
+    positions = short_positions(config.to_dict())
+    positions = positions or getattr(config, "max_position_embeddings", None)
     positions = positions or getattr(config, "max_seq_len", None)
     return positions if type(positions) is int else None
 
@@ -376,7 +384,7 @@ def check_positions(model: nn.Module) -> None:
             raise UnsupportedError(f"{path} has {POSITIONS.name}; {POSITIONS.why}")
 
 
-def _check_supported(config: Any) -> None:
+def _check_supported(config: Any, refused_rope: Sequence[str] = _LENGTH_DEPENDENT_ROPE) -> None:
     kind = config.model_type or type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{kind} is an {ENCODER_DECODER.name}; {ENCODER_DECODER.why}")
@@ -393,7 +401,7 @@ def _check_supported(config: Any) -> None:
             "checkpoint's directory or hub id instead of the module"
         )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
+        if rope_type in refused_rope:
             raise UnsupportedError(
                 f"this {kind} has rope_type={rope_type!r}, {LENGTH_DEPENDENT_ROPE.name}; "
                 f"{LENGTH_DEPENDENT_ROPE.why}"

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pcg.compiler as compiler
+from pcg.errors import PcgError, UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.explain.report.report import Report
 from pcg.peft.lora import LoraConfig
@@ -439,3 +440,27 @@ def test_layers_mix_plans() -> None:
     ratios = [point.recompute_flops_ratio for point in report.pareto]
     assert all(a > b for a, b in itertools.pairwise(sizes))
     assert all(a < b for a, b in itertools.pairwise(ratios))
+
+
+def test_longrope_up_to_the_positions_of_its_short_factors(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 1.9, 2.1, 2.3],
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    fields = {"rope_scaling": rope, "original_max_position_embeddings": 32}
+    base = oracle.random_model(BY_NAME["phi3"].config(2, **fields))
+    oracle.save_model(base, tmp_path)
+    executor = compiler.compile(str(tmp_path))
+    sequence, longer = prompts((32, 33))
+    expected = oracle.logits(base, sequence)
+    assert oracle.relative_error(executor.logits(sequence), expected) < TOLERANCE
+    assert executor.max_positions == 32
+    with pytest.raises(PcgError, match="32 positions"):
+        executor.generate([longer], max_new_tokens=1)
+    with pytest.raises(UnsupportedError, match="33 tokens, and pcg rotates by the short factors"):
+        executor.logits(longer)
+    with pytest.raises(UnsupportedError, match="rotary frequencies that change with the length"):
+        compiler.compile(base)

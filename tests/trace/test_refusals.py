@@ -28,20 +28,7 @@ SMALL = {
 EXPERTS = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
 MIXTRAL = {**EXPERTS, "model_type": "mixtral", "num_local_experts": 4}
 QWEN3_MOE = {**EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 32,
-}
-
 REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
-    "longrope": (
-        {**SMALL, "model_type": "phi3", "rope_scaling": LONGROPE},
-        UnsupportedError,
-        r"this phi3 has rope_type='longrope', rotary frequencies that change with the length",
-    ),
     "dynamic rope": (
         {**SMALL, "model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         UnsupportedError,

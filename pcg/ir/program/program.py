@@ -320,9 +320,27 @@ class Program:
     @property
     def max_positions(self) -> int | None:
         """The longest sequence in tokens; None if the configuration has no limit."""
+        short = short_positions(self.config)
+        if short is not None:
+            return short
         names = "max_position_embeddings", "n_positions", "max_seq_len"
         values = map(self.config.get, names)
         return next((size for size in values if isinstance(size, int)), None)
+
+
+def short_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that LongRoPE rotates by its short factors; None without it.
+
+    Beyond it, transformers rotates all tokens of a step by the long factors, also those whose keys
+    it has cached otherwise.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for parameters in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
+        if "short_factor" in parameters:
+            name = "original_max_position_embeddings"
+            sizes = (each.get(name) for each in (parameters, config))
+            return min((size for size in sizes if isinstance(size, int)), default=None)
+    return None
 
 
 def python_name(name: str) -> str:
