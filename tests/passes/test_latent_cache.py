@@ -10,7 +10,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
@@ -70,21 +69,6 @@ def test_a_quantized_expansion() -> None:
     found = executor.generate(prompts((9, 21)), max_new_tokens=8, ignore_eos=True)
     expected = [oracle.greedy(model, prompt, 8) for prompt in prompts((9, 21))]
     assert [list(completion.token_ids) for completion in found] == expected
-
-
-@pytest.mark.slow
-def test_half_precision_without_native_kernels() -> None:
-    """fp16 decodes by PyTorch's operators, as close to fp32 as the expanded cache does."""
-    model = oracle.random_model(CONFIG, torch.float16)
-    prompt = [3, 5, 7, 11, 13]
-    texts = [
-        compiler.compile(model, None, latent_cache=latent, verify=False).generate(
-            [prompt, prompt[:2]], max_new_tokens=8, ignore_eos=True, logprobs=0
-        )
-        for latent in (False, True)
-    ]
-    for expanded, latent in zip(*texts, strict=True):
-        assert expanded.token_ids == latent.token_ids
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,11 @@ class _Expansion:
         """Return V_h s of weighted sums of latents [n, H, N] of some tokens, [n, H, V]."""
         _, weight = self._by_head(self.weight)
         rows = sums.transpose(0, 1)
-        y = rows @ weight.transpose(1, 2)
+        if rows.is_cpu and rows.dtype is torch.bfloat16:
+            # oneDNN's batched product by transposed matrices takes 1.7 to 5 times as long.
+            y = torch.stack([F.linear(*of_head) for of_head in zip(rows, weight, strict=True)])
+        else:
+            y = rows @ weight.transpose(1, 2)
         for lora, part in self._parts(tokens):
             _, b = self._by_head(lora.b.t())
             y[:, part] += ((rows[:, part].to(b.dtype) @ lora.a) @ b.transpose(1, 2)).to(y.dtype)
