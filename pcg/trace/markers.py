@@ -363,6 +363,28 @@ def _state_space(
     return out if D is None else out + D[..., None] * x  # type: ignore[no-any-return]
 
 
+def _selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Mamba-1's scan of [1, channels, T]: each channel is a head with a value of one entry."""
+    skip, gate, bias = (options.pop(name, None) for name in ("D", "z", "delta_bias"))
+    _check_single("a selective scan", options)
+    dt = dt.float() if bias is None else dt.float() + bias[:, None].float()
+    dt = torch.nn.functional.softplus(dt) if options.get("delta_softplus") else dt
+    x, step, q, k = (part.float().transpose(1, 2) for part in (hidden_states, dt, C, B))
+    decay = step[..., None] * A.float()
+    u = (x * step)[..., None]
+    out = torch.ops.pcg.recurrence(q[:, :, None], k[:, :, None], u, decay, None)[..., 0]
+    out = out if skip is None else out + skip * x
+    out = out.transpose(1, 2)
+    return out if gate is None else out * torch.nn.functional.silu(gate)  # type: ignore[no-any-return]
+
+
 def _check_single(what: str, options: Mapping[str, Any]) -> None:
     """Refuse options of kernels that transformers' own functions do not have."""
     for name in ("cu_seqlens", "initial_state", "initial_states", "seq_idx", "z"):
@@ -374,6 +396,7 @@ _OF_SEQUENCES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_convolution,
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
 }
 """Replacements of functions, by their names in transformers' model files."""

@@ -97,7 +97,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "another recurrence",
-        "pcg computes short convolutions, gated and Kimi's delta rules, and Mamba-2's state spaces",
+        "pcg computes short convolutions, gated and Kimi's delta rules, and Mamba's state spaces",
         fields=r'"linear_attention"',
         refusal=r"mixes tokens by aten\.|\d times on \d+ tokens, in a loop",
     ),

@@ -451,6 +451,9 @@ def matmul(flat: FlatGraph, node: Node) -> FlatValue:
     left, right = (flat.tensor(a) for a in node.args[:2])
     if "t" in left.tags and len(right.tags) == 2 and "t" not in right.tags:
         return _product(flat, node, left, _out_in(flat, node, right))
+    if left.tags == "dd" and right.tags == "bdt":  # a weight before [1, in, T]
+        name = flat.add("linear", right.name, left.name)
+        return FlatValue(name, right.tags, traced_shape(node))
     inner, last = left.shape[-1] or 0, len(right.tags) - 1
     if "t" in left.tags[:-2] and left.tags == right.tags and inner <= _MOST_PRODUCTS:
         terms = [

@@ -43,8 +43,8 @@ from tests.support.small_engine import run
 from tests.support.threads import run_mesh
 
 FAMILIES = (
-    "lfm2", "lfm2-biases", "qwen3.5", "qwen3_next", "mamba2", "bamba", "falcon_h1", "nemotron_h",
-    "granite4",
+    "lfm2", "lfm2-biases", "qwen3.5", "qwen3_next", "mamba", "mamba2", "bamba", "falcon_h1",
+    "nemotron_h", "granite4",
 )  # fmt: skip
 DEFAULT = ("lfm2", "qwen3.5", "falcon_h1", "mamba2")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "minicpm3")
@@ -66,7 +66,7 @@ class Case:
 def case_of(name: str) -> Case:
     """A family with four adapters, of other ranks and targets."""
     family = KIMI_DELTA if name == KIMI_DELTA.name else BY_NAME[name]
-    changes = {} if name == "mamba2" else {"max_position_embeddings": POSITIONS}
+    changes = {} if name in ("mamba", "mamba2") else {"max_position_embeddings": POSITIONS}
     base = oracle.random_model(family.config(3, **changes))
     targets = {"all": "all-linear", "few": family.usual_targets}
     wrapped = {

@@ -151,6 +151,7 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "mamba_d_head": 16,
     },
     "hrm_text": {"num_layers_per_stack": 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},

@@ -285,6 +285,20 @@ FAMILIES: tuple[Family, ...] = (
         extra=True,
     ),
     Family(
+        "mamba",
+        "mamba",
+        {
+            "hidden_size": 64,
+            "state_size": 8,
+            "time_step_rank": 8,
+            "residual_in_fp32": False,
+            "vocab_size": VOCABULARY,
+            **_TOKENS,
+        },
+        ("in_proj", "x_proj"),
+        excluded=(*_OUT, "dt_proj"),
+    ),
+    Family(
         "mamba2",
         "mamba2",
         {

@@ -96,9 +96,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         r"llama",
     ),
     "recurrence": (
-        {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+        {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128},
         UnsupportedError,
-        r"mamba: another recurrence \(.*; .*0.mixer \(MambaMixer\) runs .* in a loop",
+        r"rwkv: another recurrence \(.*; .*0.attention \(RwkvSelfAttention\) runs .* in a loop",
     ),
     "recurrence in some layers": (
         {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},
