@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 
 import pcg
 import pcg.compiler as compiler
+from pcg.errors import UnsupportedError
 from pcg.runtime.data.example import Example
 from pcg.source import COMPOSITES
 from tests.support import oracle
@@ -134,6 +135,21 @@ def test_an_adapter_of_the_language_model_alone(gemma: tuple[Any, Path], tmp_pat
     (sequence,) = prompts((20,))
     expected = oracle.logits(model, sequence)
     assert oracle.relative_error(executor.logits(sequence, "a"), expected) < TOLERANCE
+
+
+def test_a_language_model_is_quantized_on_loading(gemma: tuple[Any, Path], tmp_path: Path) -> None:
+    whole, folder = gemma
+    with pytest.raises(UnsupportedError, match=r"composite checkpoint \(gemma3\)"):
+        pcg.quantize(str(folder), "int8_weight", tmp_path / "out")
+    (sequence,) = prompts((20,))
+    logits = pcg.compile(str(folder), quantization="int8_weight").logits(sequence)
+    error = oracle.relative_error(logits, oracle.logits(whole, sequence))
+    assert TOLERANCE < error < 0.1
+
+
+def test_a_composite_module_in_memory_is_refused(gemma: tuple[Any, Path]) -> None:
+    with pytest.raises(UnsupportedError, match="gemma3 is more than a language model"):
+        pcg.compile(gemma[0])
 
 
 def test_the_configuration_of_the_language_model_is_that_of_transformers() -> None:
