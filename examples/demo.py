@@ -2,7 +2,7 @@
 
     make demo
 
-The demo explains what finetuning an 8B model takes, compiles the small Llama that ships, serves
+The demo explains what finetuning two models takes, compiles the small Llama that ships, serves
 each prompt under every adapter in one batch, and counts exact answers about functions whose names
 no adapter was trained on. Then an engine trains a fresh adapter and serves the others in the same
 steps; the new adapter is saved in peft's format, loaded back, and served beside them. It takes
@@ -38,8 +38,9 @@ GIB = 2**30
 def main() -> None:
     """Run the demo from the first step to the last."""
     torch.set_num_threads(1)
-    heading("1. explain: a LoRA step on Llama-3.1-8B, 4,096 tokens, from its configuration alone")
-    explain()
+    heading("1. explain: a LoRA step of 4,096 tokens, from the model's configuration alone")
+    for model in ("meta-llama/Llama-3.1-8B", "openai/gpt-oss-20b"):
+        explain(model)
 
     heading(
         "2. compile the Llama that ships (3.1 M parameters); load its weights and three adapters"
@@ -76,11 +77,12 @@ def heading(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n== {text}", flush=True)
 
 
-def explain() -> None:
+def explain(model: str) -> None:
     """Print what the step needs; neither weights nor a GPU are there."""
-    report = pcg.explain("meta-llama/Llama-3.1-8B", peft="lora", batch=1, seq=4096)
+    report = pcg.explain(model, peft="lora", batch=1, seq=4096)
     saved = {stage.stage: stage.bytes / GIB for stage in report.activations}
     weights, total = (report.memory_bytes[kind] / GIB for kind in ("weights", "total"))
+    print(f"  {model}")
     print(f"    weights              {weights:5.1f} GiB")
     print(f"    saved for backward   {saved['compressed']:5.1f} GiB by pcg,", end=" ")
     print(f"{saved['eager']:.1f} GiB by transformers + peft")

@@ -36,10 +36,10 @@ from pcg.explain.step_memory import (
     step_memory,
     version_bytes,
 )
+from pcg.ir.operators.attention import BLOCK_BYTES
 from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
 from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
-from pcg.kernels.torch.attention_math import BLOCK_BYTES
 from pcg.kernels.triton.backend import backend_for
 from pcg.passes.graphs.differentiate import LayerKind
 from pcg.passes.graphs.gradients import Compress

@@ -110,6 +110,5 @@ def attention_of_a_gpu(*, has_flash: bool, block_bytes: int) -> Iterator[list[st
         patch.object(attention_math, "_backward", noted(_backward)),
         patch.object(attention_math, "BLOCK_BYTES", block_bytes),
         patch("pcg.kernels.torch.attention_math.is_host", lambda q: False),
-        patch("pcg.kernels.torch.attention.is_host", lambda q: False),
     ):
         yield calls

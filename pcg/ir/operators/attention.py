@@ -56,6 +56,8 @@ class Append(Operator):
         return tile.read(0)
 
 
+BLOCK_BYTES = 256 * 2**20
+"""The most bytes of scores and masks that the PyTorch kernel has at once, unless a row has more."""
 _SCORING = {
     "scale": FLOAT,
     "window": NATURAL,
@@ -361,10 +363,10 @@ def _cached_bytes(kv: Types) -> sympy.Expr:
 
 
 def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Expr:
-    """Return the bytes of scores and masks of the PyTorch kernel, one sequence at a time.
+    """Return the bytes of scores and masks of the PyTorch kernel, without `BLOCK_BYTES`.
 
-    The fused kernel has only the mask of a window or ALiBi, in q's dtype; otherwise `copies` of the
-    scores [heads, S, S] in fp32 are alive at the same time.
+    Sequences run one at a time. The fused kernel has only the mask of a window or ALiBi, in q's
+    dtype; otherwise `copies` of the scores [heads, S, S] in fp32 are alive at the same time.
     """
     pairs, heads = CONTEXT**2, int(q.shape[1])
     if attributes["softcap"] or attributes.get("sinks"):

@@ -22,6 +22,7 @@ from pcg.ir.analysis.dataflow import collective_of, waits
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
+from pcg.ir.operators.attention import BLOCK_BYTES
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import CONTEXT, TOKENS, TensorType, parts_of_tokens, tensor
 
@@ -170,7 +171,7 @@ def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
 class Transient:
     """The peak of bytes that a graph needs in addition to bytes counted elsewhere.
 
-    bytes = per_token · tokens + per_row · rows + fixed + per_pair · S²
+    bytes = per_token · tokens + per_row · rows + fixed + min(per_pair · S², BLOCK_BYTES)
 
     with rows = ceil(tokens / parts) of a rank that holds a part of the tokens.
     """
@@ -183,12 +184,12 @@ class Transient:
 
     def size_bytes(self, tokens: int, seq: int) -> int:
         rows = -(-tokens // self.parts)
-        per_pair = self.per_pair * seq**2
+        per_pair = min(self.per_pair * seq**2, BLOCK_BYTES)
         return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
 
     def formula(self, tokens: sympy.Expr) -> sympy.Expr:
         rows = sympy.ceiling(sympy.sympify(tokens) / self.parts)
-        per_pair = self.per_pair * CONTEXT**2
+        per_pair = sympy.Min(self.per_pair * CONTEXT**2, BLOCK_BYTES) if self.per_pair else 0
         return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
 
 

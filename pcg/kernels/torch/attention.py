@@ -31,7 +31,7 @@ from pcg.kernels.torch.attention_math import (
     flash,
     flash_backward,
     is_flash,
-    is_host,
+    is_whole,
     lse_dtype,
 )
 from pcg.kernels.torch.base_operators import rope_half
@@ -72,9 +72,8 @@ def attention(
     if parts is not None and cache is None:
         return _attend_parts(batch, parts, q, k, v, scoring)
     cache = batch.append(k, v)
-    is_plain, length = scoring.is_plain(q, v), batch.uniform_length
-    if cache is None and is_plain and length and is_host(q):
-        split = (x.unflatten(0, (-1, length)) for x in (q, k, v))
+    if cache is None and is_whole(batch, q, v, scoring):
+        split = (x.unflatten(0, (-1, batch.uniform_length)) for x in (q, k, v))
         out, lse = flash(*split, bias=scoring.bias(batch.spans[0], q), scale=scoring.scale)
         return out.flatten(0, 1), lse.flatten(0, 1)
     by_flash = is_flash(q, v, scoring, trains=batch.keeps)
@@ -139,9 +138,8 @@ def attention_backward(
     if batch.parts is not None:
         saved = (dout, out, lse, q, k, v)
         return _attend_parts_backward(batch, batch.parts, *saved, scoring=scoring)
-    length = batch.uniform_length
-    if scoring.is_plain(q, v) and is_host(q) and length:
-        split = [x.unflatten(0, (-1, length)) for x in (dout, out, lse, q, k, v)]
+    if is_whole(batch, q, v, scoring):
+        split = [x.unflatten(0, (-1, batch.uniform_length)) for x in (dout, out, lse, q, k, v)]
         bias = scoring.bias(batch.spans[0], q)
         grads = flash_backward(*split, bias=bias, scale=scoring.scale)
         dq, dk, dv = (gradient.flatten(0, 1) for gradient in grads)

@@ -2,8 +2,8 @@
 
     s = scale · q kᵀ;  s = softcap · tanh(s / softcap);  s += bias;  out = softmax(s) v
 
-Scores of a long span never exist as a whole on a GPU: its tokens are taken in blocks, each of which
-sees no keys after its own. CUDA's kernels are FlashAttention-2's, of 16 bits, which take all
+Scores and masks of a long span never exist as a whole: its tokens are taken in blocks, each of
+which sees no keys after its own. CUDA's kernels are FlashAttention-2's, of 16 bits, which take all
 sequences of a batch without scores, as `torch.nn.attention.varlen` has them: queries and keys of
 sequences lie in a row, `Ends` says where each ends, and the last query of a sequence
 sees its last key. A sink is added to their result, and backward is theirs, as it reads out' and
@@ -24,14 +24,13 @@ from typing import Any, NamedTuple, Required, TypedDict
 import torch
 from torch import Tensor
 
+from pcg.ir.operators.attention import BLOCK_BYTES
 from pcg.kernels.batch import ProgramBatch, Span, once
 from pcg.kernels.devices import uploaded_list
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-BLOCK_BYTES = 256 * 2**20
-"""Bytes of the scores of a block on a GPU, all copies of them counted, but for those of one row."""
 _COPIES = 6
 """Copies of scores that backward has at once, with a cap; see the operator's `temporaries`."""
 
@@ -84,17 +83,30 @@ class Scoring:
         return bias.unsqueeze(0)
 
 
-def blocks_of(span: Span, q: Tensor) -> list[Span]:
-    """Cut a span into blocks, whose scores exist together; starts are within the span."""
-    rows = span.length
-    if not is_host(q):
-        row_bytes = _COPIES * lse_dtype(q).itemsize * q.shape[1] * (span.context + span.length)
+def blocks_of(span: Span, q: Tensor, is_fused: bool, scoring: Scoring) -> list[Span]:
+    """Cut a span into blocks of at most BLOCK_BYTES, or a row; starts are within the span.
+
+    The CPU's fused kernel has masks alone.
+    """
+    rows, pair_bytes = span.length, _COPIES * lse_dtype(q).itemsize * q.shape[1]
+    if is_fused:
+        heads = 0 if scoring.alibi is None else q.shape[1]
+        size = q.dtype.itemsize
+        pair_bytes = max(heads * max(6, 2 * size), size if scoring.window else 0)
+    if pair_bytes:
+        row_bytes = pair_bytes * (span.context + span.length)
         rows = max(1, min(rows, BLOCK_BYTES // row_bytes))
     return [
         span._replace(start=first, length=min(rows, span.length - first), context=context)
         for first in range(0, span.length, rows)
         for context in (span.context + first,)
     ]
+
+
+def is_whole(batch: ProgramBatch, q: Tensor, v: Tensor, scoring: Scoring) -> bool:
+    """Return whether the CPU's fused kernel takes all sequences, of equal length, at once."""
+    is_fused = bool(batch.uniform_length) and scoring.is_plain(q, v) and is_host(q)
+    return is_fused and len(blocks_of(batch.spans[0], q, True, scoring)) == 1
 
 
 def is_host(q: Tensor) -> bool:
@@ -104,24 +116,30 @@ def is_host(q: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """out [n, H, Dv] and lse [n, H] of q [n, H, D], k [m, K, D] and v [m, K, Dv]."""
-    if scoring.is_plain(q, v) and is_host(q):
-        bias = scoring.bias(span, q)
-        out, lse = flash(q[None], k[None], v[None], bias=bias, scale=scoring.scale)
-        return out[0], lse[0]
-    blocks = blocks_of(span, q)
+    is_fused = scoring.is_plain(q, v) and is_host(q)
+    run = _fused_block if is_fused else _attend_block
+    blocks = blocks_of(span, q, is_fused, scoring)
     if len(blocks) == 1:
-        return _attend_block(q, k, v, span, scoring)
+        return run(q, k, v, span, scoring)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q))
     for block in blocks:
         rows, seen = _places(block)
-        out[rows], lse[rows] = _attend_block(q[rows], k[seen], v[seen], block, scoring)
+        out[rows], lse[rows] = run(q[rows], k[seen], v[seen], block, scoring)
     return out, lse
 
 
 def _places(block: Span) -> tuple[slice, slice]:
     rows = slice(block.start, block.start + block.length)
     return rows, slice(block.context + block.length)
+
+
+def _fused_block(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    bias = scoring.bias(span, q)
+    out, lse = flash(q[None], k[None], v[None], bias=bias, scale=scoring.scale)
+    return out[0], lse[0]
 
 
 def _attend_block(
@@ -145,23 +163,27 @@ def attend_backward(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tenso
     ds = p (dout vᵀ - rowsum(dout out)), through the cap; dq = ds k, dk = dsᵀ q, dv = pᵀ dout.
     """
     q, k, v = saved[3:]
-    if scoring.is_plain(q, v) and is_host(q):
-        bias = scoring.bias(span, q)
-        dq, dk, dv = flash_backward(*(x[None] for x in saved), bias=bias, scale=scoring.scale)
-        return dq[0], dk[0], dv[0]
-    blocks = blocks_of(span, q)
+    is_fused = scoring.is_plain(q, v) and is_host(q)
+    run = _fused_gradients if is_fused else _gradients_of_block
+    blocks = blocks_of(span, q, is_fused, scoring)
     if len(blocks) == 1:
-        dq, dk, dv = _gradients_of_block(*saved, span=span, scoring=scoring)
+        dq, dk, dv = run(*saved, span=span, scoring=scoring)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     dtype = lse_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for block in blocks:
         rows, seen = _places(block)
         of_block = (*(x[rows] for x in saved[:4]), k[seen], v[seen])
-        gradients = _gradients_of_block(*of_block, span=block, scoring=scoring)
+        gradients = run(*of_block, span=block, scoring=scoring)
         for total, part, gradient in zip((dq, dk, dv), (rows, seen, seen), gradients, strict=True):
             total[part] += gradient
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _fused_gradients(*saved: Tensor, span: Span, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    bias = scoring.bias(span, saved[3])
+    dq, dk, dv = flash_backward(*(x[None] for x in saved), bias=bias, scale=scoring.scale)
+    return dq[0], dk[0], dv[0]
 
 
 def _gradients_of_block(
