@@ -127,7 +127,6 @@ class PlanBase(Pass[Attached, Prepared]):
         styles: the user's plan, a style by module path; if empty, Megatron's styles are derived.
     Raises:
         ParallelError: the degree divides neither heads nor products; names the degrees that do.
-        UnsupportedError: layers hand on more than the hidden states.
     """
 
     name = "plan_base"
@@ -135,12 +134,6 @@ class PlanBase(Pass[Attached, Prepared]):
     styles: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, before: Attached) -> Prepared:
-        carried = len(before.base.blocks[0].outputs)
-        if carried > 1:
-            raise UnsupportedError(
-                f"layers of this model hand on {carried} tensors, as per-layer inputs or shared "
-                "keys and values beside the hidden states, which pcg does not shard; use tp=1"
-            )
         layouts = tuple(base_plan(block, self.degree, self.styles) for block in before.base.blocks)
         return Prepared(before.base, before.serving, before.training, layouts)
 

@@ -39,6 +39,8 @@ from tests.support.ranked import (
     fill,
     make_executor,
     make_program,
+    work,
+    worst_error,
 )
 from tests.support.threads import ThreadRanks, run_ranks, tp_mesh
 
@@ -70,6 +72,17 @@ def test_ranks_hold_the_kv_heads_that_their_queries_read() -> None:
         assert {p.type.features[0] for p in shared.values() if "lora" not in p.name} == {width}
         (attention,) = (node for node in block.nodes if node.op.startswith("attention"))
         assert [block.types[name].features for name in attention.inputs[:3]] == [(1, width)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_hand_on_more_than_hidden_states(name: str) -> None:
+    """Inputs of each layer, and keys and values that the last layer shares."""
+    expected = work(make_executor(make_program(name, 1, layers=3), name))
+    program = make_program(name, 2, layers=3)
+    assert len(program.base.blocks[0].outputs) > 1
+    for outcome in run_ranks(2, lambda ranks: work(make_executor(program, name, ranks))):
+        assert worst_error(outcome, expected) < 1e-5
 
 
 def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:

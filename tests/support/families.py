@@ -143,11 +143,12 @@ _OUT = ("out_proj",)
 _PER_LAYER = {
     "head_dim": 8,
     "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 1,
     "sliding_window": WINDOW,
     "vocab_size_per_layer_input": VOCABULARY,
 }
-"""Embeddings of each layer, and keys and values that layers share."""
+"""Embeddings of each layer."""
+_SHARING = {**_MIXED, "num_kv_shared_layers": lambda layers: layers // 3}
+"""The last of three or more layers reads keys and values of another."""
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama2", "llama", _of(_LLAMA, num_key_value_heads=4)),
@@ -220,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _QV,
         per_layer={
-            **_MIXED,
+            **_SHARING,
             "activation_sparsity_pattern": lambda layers: [0.5] + [0.0] * (layers - 1),
             "intermediate_size": lambda layers: [96] * layers,
         },
@@ -232,7 +233,7 @@ FAMILIES: tuple[Family, ...] = (
         "gemma4_text",
         _of(_LLAMA, **_PER_LAYER, global_head_dim=24, use_double_wide_mlp=True),
         _QV,
-        per_layer=_MIXED,
+        per_layer=_SHARING,
     ),
     Family("falcon-7b", "falcon", _FALCON),
     Family("falcon-40b", "falcon", _of(_FALCON, num_kv_heads=2, new_decoder_architecture=True)),
