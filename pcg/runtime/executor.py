@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
-from pcg.ir.program.program import Program, short_positions
+from pcg.ir.program.program import Program, check_padding, short_positions
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
@@ -61,6 +61,7 @@ def whole_logits(
                 f"sequence {i} has {len(sequence)} tokens, and pcg rotates by the short factors of "
                 f"LongRoPE, which are for {short} positions; use a shorter one"
             )
+        check_padding(sequence, f"sequence {i}", state.program.padding, UnsupportedError)
     return state.logits(state.serving.runner, state.serving.tables, sequences, adapters)
 
 

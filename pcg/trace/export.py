@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcg.errors import PcgError, TraceError, UnsupportedError
+from pcg.ir.program.program import first_position
 from pcg.source import COMPOSITE, COMPOSITES
 from pcg.trace.layer_kinds import configs_of, layer_kinds, schedule_of
 from pcg.trace.markers import (
@@ -553,9 +554,12 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     # A bound below the positions, as some models have guards there.
     tokens = torch.export.Dim("T", min=2, max=max(8, (positions_of(model.config) or 2**20) - 1))
     shapes = {name: {1: tokens} for name in inputs}
-    original = model.forward
+    config: Any = model.config
+    original, first = model.forward, first_position(config.to_dict())
 
     def forward(**inputs: torch.Tensor) -> Any:
+        if first:
+            inputs["position_ids"] = inputs["position_ids"] + first
         return original(**inputs, **options)
 
     def logits(_: nn.Module, __: Any, inputs: Mapping[str, torch.Tensor], out: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pcg.errors import ConfigError, PcgError, TraceError, UnsupportedError
-from pcg.ir.program.program import short_positions
+from pcg.ir.program.program import first_position, short_positions
 from pcg.source import COMPOSITE, COMPOSITES
 from pcg.units import shown
 
@@ -328,12 +328,13 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
 def positions_of(config: Any) -> int | None:
     """Return the number of positions of a transformers configuration; None if unbounded.
 
-    With LongRoPE, they are those of its short factors.
+    With LongRoPE, they are those of its short factors; RoBERTa's are those of tokens.
     """
-    positions = short_positions(config.to_dict())
+    fields = config.to_dict()
+    positions = short_positions(fields)
     positions = positions or getattr(config, "max_position_embeddings", None)
     positions = positions or getattr(config, "max_seq_len", None)
-    return positions if type(positions) is int else None
+    return positions - first_position(fields) if type(positions) is int else None
 
 
 def in_one_line(error: BaseException, first: bool = False) -> str:
@@ -378,7 +379,10 @@ def check_module(model: nn.Module) -> None:
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model without position_ids that computes positions from the tokens."""
+    """Refuse a model that computes positions from the tokens, unless as RoBERTa does."""
+    config: Any = model.config
+    if first_position(config.to_dict()):
+        return
     for path, module in model.named_modules():
         if hasattr(type(module), "create_position_ids_from_input_ids"):
             raise UnsupportedError(f"{path} has {POSITIONS.name}; {POSITIONS.why}")

@@ -27,6 +27,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint
+from pcg.runtime.training.trainer.datum import Datum
 from pcg.source import resolve
 from tests.support import compiled, oracle
 from tests.support.families import BY_NAME, FAMILIES, Family
@@ -464,3 +465,46 @@ def test_longrope_up_to_the_positions_of_its_short_factors(tmp_path: Path) -> No
         executor.logits(longer)
     with pytest.raises(UnsupportedError, match="rotary frequencies that change with the length"):
         compiler.compile(base)
+
+
+@pytest.mark.parametrize(
+    "kind", ["roberta", pytest.param("roberta-prelayernorm", marks=pytest.mark.slow)]
+)
+def test_roberta_counts_positions_from_its_padding_token(kind: str) -> None:
+    fields = {
+        "model_type": kind,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "is_decoder": True,
+        "max_position_embeddings": 66,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pad_token_id": 2,
+        "vocab_size": 128,
+    }
+    base = oracle.random_model(fields)
+    wrapped = oracle.with_adapter(base, "all-linear", rank=4)
+    recipe = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    executor = compiler.compile(base, {"a": recipe})
+    oracle.copy_lora(executor.adapters["a"], wrapped)
+    executor.refresh_adapter("a")
+    assert executor.max_positions == 63
+    sequences = prompts((63, 13, 1))
+    for sequence, logits in zip(sequences, executor.logits(sequences, "a"), strict=True):
+        expected = oracle.logits(wrapped, sequence)
+        assert oracle.relative_error(logits, expected) < TOLERANCE
+    completion = executor.generate([sequences[1]], "a", max_new_tokens=32, ignore_eos=True)[0]
+    assert list(completion.token_ids) == oracle.greedy(wrapped, sequences[1])
+    _, expected_gradients = oracle.loss_and_gradients(wrapped, sequences[:2])
+    for name, gradient in gradients(executor, sequences[:2]).items():
+        error = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()
+        assert error < TOLERANCE, name
+    padded = [*sequences[1], 2, 5]
+    for refused in (
+        lambda: executor.logits(padded),
+        lambda: executor.generate([padded], max_new_tokens=1),
+        lambda: executor.finetune([Example(padded, padded)], "a", progress=False),
+        lambda: executor.trainer("b", peft=recipe).forward_backward([Datum(padded)]),
+    ):
+        with pytest.raises(PcgError, match="has the padding token 2, to which this model gives"):
+            refused()

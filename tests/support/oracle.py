@@ -145,6 +145,10 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> l
             sequence.append(int(logits(model, sequence)[-1].argmax()))
         return sequence[len(prompt) :]
     ids = torch.tensor([prompt])
+    # transformers' generate counts from 0 also where the model's forward, as RoBERTa's, does not.
+    counting = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
+    first = next((module.padding_idx + 1 for module in counting), 0)
+    positions = {"position_ids": torch.arange(len(prompt))[None] + first} if first else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = model.generate(
@@ -154,6 +158,7 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> l
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            **positions,
         )
     return out[0, len(prompt) :].tolist()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pcg.errors import ProgramError
+from pcg.errors import PcgError, ProgramError
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.module_paths import WHOLE_MODEL, layer_path, parameter_path
 from pcg.ir.operators import operator
@@ -325,7 +325,42 @@ class Program:
             return short
         names = "max_position_embeddings", "n_positions", "max_seq_len"
         values = map(self.config.get, names)
-        return next((size for size in values if isinstance(size, int)), None)
+        size = next((size for size in values if isinstance(size, int)), None)
+        return size if size is None else size - first_position(self.config)
+
+    @property
+    def padding(self) -> int | None:
+        """The padding token if the model gives it no position, as RoBERTa; else None."""
+        return first_position(self.config) - 1 if first_position(self.config) else None
+
+
+def check_padding(
+    ids: Sequence[int], place: str, padding: int | None, error: type[PcgError]
+) -> None:
+    """Raise an error of a class if tokens contain `Program.padding`; `place` is their name."""
+    if padding is not None and padding in ids:
+        raise error(
+            f"{place} has the padding token {padding}, to which this model gives no position; "
+            "leave it out"
+        )
+
+
+def first_position(config: Mapping[str, Any]) -> int:
+    """Return the position of a sequence's first token: 0, or in RoBERTa the one after padding's.
+
+    RoBERTa's position of a token is the padding token's id, plus the number of other tokens up to
+    it. A generated padding token counts too, as in transformers' generate.
+    """
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and config.get("model_type") in _COUNTING:
+        return padding + 1
+    return 0
+
+
+_COUNTING = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl",
+)  # fmt: skip
 
 
 def short_positions(config: Mapping[str, Any]) -> int | None:

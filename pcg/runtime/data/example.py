@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from pcg.errors import DataError
+from pcg.ir.program.program import check_padding
 from pcg.units import shown
 
 IGNORED = -100
@@ -64,11 +65,13 @@ class ModelSizes:
         max_positions: number of positions; None without bound.
         routes: number of layers with experts, of the experts that a token chooses there, and of
             all experts of a layer.
+        padding: the token to which the model gives no position; None without.
     """
 
     vocabulary: int
     max_positions: int | None
     routes: tuple[int, int, int] = (0, 0, 0)
+    padding: int | None = None
 
 
 def check_example(example: object, place: str, sizes: ModelSizes) -> None:
@@ -89,6 +92,7 @@ def check_example(example: object, place: str, sizes: ModelSizes) -> None:
     if not example.targets:
         raise DataError(f"{place} has no token to learn; label at least one after the first")
     _check_tokens(example.ids, place, sizes.vocabulary)
+    check_padding(example.ids, place, sizes.padding, DataError)
     _check_tokens(example.labels, place, sizes.vocabulary, IGNORED)
 
 

@@ -135,7 +135,8 @@ def training_data(
         DataError: the data cannot be read, or a row does not fit the model; names the row.
         FinetuneError: the data is text, and the model has no tokenizer.
     """
-    sizes = ModelSizes(model.program.base.vocabulary, model.max_positions)
+    program = model.program
+    sizes = ModelSizes(program.base.vocabulary, model.max_positions, padding=program.padding)
     gathered = source if isinstance(source, Dataset) else gather(source)
     if isinstance(gathered, Dataset):
         data = _cut(gathered, options.max_length)

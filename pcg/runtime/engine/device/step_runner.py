@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.ir.program.program import routed_layers
+from pcg.ir.program.program import check_padding, routed_layers
 from pcg.kernels.devices import device_memory, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.backend import compiled
@@ -417,6 +417,7 @@ class StepRunner:
             raise GenerationError(
                 f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
             )
+        check_padding(request.prompt_ids, name, self._state.program.padding, GenerationError)
         if request.params.routed_experts:
             self._check_routes(name, request)
         room = (self._max_positions or 2**62) - length

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import DataError, FinetuneError
+from pcg.ir.program.program import check_padding
 from pcg.options import OptimizerChoice
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -222,6 +223,7 @@ def _checked(
         )
     targets = [*ids[1:], IGNORED] if targets is None else targets
     _check_ids(ids, place, sizes.vocabulary)
+    check_padding(ids, place, sizes.padding, DataError)
     for row in (targets, *(further or ())):
         _check_ids(row, f"{place}.targets", sizes.vocabulary, IGNORED)
     for name in ("advantages", "logprobs"):

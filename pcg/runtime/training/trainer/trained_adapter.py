@@ -265,8 +265,8 @@ class TrainedAdapter:
     @property
     def sizes(self) -> ModelSizes:
         layers, chosen, experts = routed_layers(self._runner.training.model)
-        sizes = len(layers), chosen, experts
-        return ModelSizes(self._state.vocabulary, self._state.max_positions, sizes)
+        state, sizes = self._state, (len(layers), chosen, experts)
+        return ModelSizes(state.vocabulary, state.max_positions, sizes, state.program.padding)
 
     @property
     def virtual_tokens(self) -> int:
