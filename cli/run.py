@@ -244,8 +244,9 @@ def complete(
     tokens = sum(len(completion.token_ids) for completion in completions)
     reasons = {"stop": "ended", "length": "cut at --max-new-tokens or the model's positions"}
     ends = ", ".join(dict.fromkeys(reasons[completion.finish_reason] for completion in completions))
+    digits = 0 if tokens > 9 * seconds else 1
     err().print(
-        f"{counted(tokens, 'token')}, {tokens / seconds:,.0f} tokens/s; {ends}",
+        f"{counted(tokens, 'token')}, {tokens / seconds:,.{digits}f} tokens/s; {ends}",
         style="dim",
         soft_wrap=True,
     )
