@@ -68,7 +68,8 @@ def build_report(planned: PlannedModel) -> Report:
         notes.append(f"S counts the {setup.options.seq:,} tokens that a rank has of a sequence")
     if states := bytes_of_states(planned.base):
         notes.append(
-            f"kv_cache counts {states:,} bytes of recurrent state for each sequence of S tokens"
+            f"kv_cache counts {states:,} bytes of recurrent state for each sequence of S tokens; "
+            "token-level keeps as many, uncounted, at each end of a window within a sequence"
         )
     backend = backend_for(setup.device, planned.base)
     if setup.device == "cuda" and backend.name == "torch":
