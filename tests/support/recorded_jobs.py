@@ -153,7 +153,8 @@ class _Runner(TrainingRunner):
     def __init__(self, widths: Sequence[int]) -> None:
         count = len(widths)
         nothing: Any = SimpleNamespace(nodes=())
-        model = SimpleNamespace(prologue=nothing, epilogue=nothing, blocks=(), layers=(0,) * count)
+        layers = {"blocks": (nothing,), "layers": (0,) * count}
+        model = SimpleNamespace(prologue=nothing, epilogue=nothing, **layers)
         self.training: Any = SimpleNamespace(
             layers=(0,) * count, model=model, restored=(), first_back=0, prologue=None
         )

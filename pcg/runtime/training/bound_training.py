@@ -8,6 +8,7 @@ backward in chunks of target tokens, so that logits never exist for all tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pcg.ir.program.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
+from pcg.ir.types import TensorType
 from pcg.kernels.torch.products import ProductRequest, Result, has_stand_in
 from pcg.peft.adapter import Adapter
 from pcg.peft.prompt_encoder import EncodedTraining
@@ -23,7 +25,7 @@ from pcg.ranks.stages import StageLink, Stages
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_memory import FreedMemory
-from pcg.runtime.memory.kv_cache import KvCache
+from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.model.bound_weights import BaseWeights
 from pcg.runtime.model.runner import LayerInputs, is_sequence_parallel, load_functions
@@ -146,6 +148,11 @@ class BoundTraining:
         tensors = (tensor for weights in held for tensor in vars(weights).values())
         device: torch.device = next(t.device for t in tensors if not has_stand_in(t))
         return device
+
+    @cached_property
+    def kv_types(self) -> tuple[tuple[TensorType, TensorType], ...]:
+        """The types of each layer's keys and values."""
+        return kv_types(self.training.model)
 
     def targets_of(self, example: Example) -> list[int]:
         """Return the target of each token, virtual tokens first; negative for none."""

@@ -35,7 +35,7 @@ from pcg.peft.adapter import Adapter
 from pcg.ranks.stages import StageLink
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.memory.host_memory import SLACK, FreedMemory, return_freed_memory
-from pcg.runtime.memory.kv_cache import KvCache, kv_types, without_rows
+from pcg.runtime.memory.kv_cache import KvCache, without_rows
 from pcg.runtime.memory.pool import PageTable
 from pcg.runtime.memory.recurrent_states import Boundary, WindowStates
 from pcg.runtime.model.batch import ANY_TOKEN, Batch
@@ -401,8 +401,7 @@ class TrainingPass(WindowedPass):
     def _layer_back(self, layer: int, window: Window) -> ProductRequest[None]:
         if self._cache is not None and layer not in self._sums:
             runner, graphs = self._runner, self._graphs
-            types = kv_types(runner.training.model)[layer]
-            keys, values = (without_rows(type_, runner.device) for type_ in types)
+            keys, values = (without_rows(each, runner.device) for each in runner.kv_types[layer])
             self._sums[layer] = (
                 KvGradients(keys, values, self.tokens) if graphs is None else graphs.no_sums(layer)
             )
