@@ -304,7 +304,7 @@ class FixedParts(Sharing):
         return work.units < 5
 
 
-@pytest.mark.parametrize("lasts_s", [0.0, 1e3])
+@pytest.mark.parametrize("lasts_s", [pytest.param(0.0, marks=pytest.mark.slow), 1e3])
 def test_windows_are_recorded_while_the_device_runs_what_is_served(lasts_s: float) -> None:
     """One layer in a step, and further ones for as long as it takes; all where nobody waits."""
     executor = executor_of()
