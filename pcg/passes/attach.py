@@ -194,10 +194,11 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
         UnsupportedError: an operator cannot replace its trained bias.
     """
     prompted = embeds(model.prologue) if WHOLE_MODEL in bypasses.at else ""
+    shapes = [pair for graph in model.graphs for pair in sites_of(graph).items()]
 
     def attached_graph(graph: Graph, here: LayerBypasses) -> Graph:
         embedding = prompted if graph is model.prologue else ""
-        return _attach_graph(graph, bypasses, here, sites_of(graph), embedding)
+        return _attach_graph(graph, bypasses, here, shapes, embedding)
 
     blocks, layers = _attach_layers(model, bypasses, attached_graph)
     outside = bypasses.of(None)
@@ -267,7 +268,7 @@ def _attach_graph(
     graph: Graph,
     bypasses: Bypasses,
     here: LayerBypasses,
-    shapes: Mapping[str, Shape],
+    shapes: Sequence[tuple[str, Shape]],
     prompted: str,
 ) -> Graph:
     builder = Builder.extending(graph.replace(nodes=()))
@@ -291,7 +292,7 @@ class _Place:
     _node: Node
     _bypasses: Bypasses
     _here: LayerBypasses
-    _shapes: Mapping[str, Shape]  # (out, in) of each linear site
+    _shapes: Sequence[tuple[str, Shape]]  # (out, in) of each linear site of each of the graphs
 
     def __post_init__(self) -> None:
         self.site = site_of(self._graph, self._node) or ""
@@ -371,15 +372,15 @@ class _Place:
 
     @property
     def shape(self) -> Shape:
-        return self._shapes[self.site]
+        return sites_of(self._graph)[self.site]
 
     def features(self, value: str) -> tuple[int, ...]:
         return self._builder.types[value].features
 
     def largest(self, kind: type[Bypass]) -> Shape:
-        sites = self._bypasses.at.items()
+        at = self._bypasses.at
         shapes = [
-            self._shapes[site] for site, networks in sites for b in networks if isinstance(b, kind)
+            shape for site, shape in self._shapes for b in at.get(site, ()) if isinstance(b, kind)
         ]
         return max(out for out, _ in shapes), max(in_ for _, in_ in shapes)
 
