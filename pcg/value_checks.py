@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
-from pcg.errors import GenerationError
+from pcg.errors import GenerationError, PcgError
 from pcg.units import shown
 
 
@@ -75,3 +75,14 @@ def require_at_most(name: str, values: Sized, most: int, what: str) -> None:
     """Refuse more values than `most`."""
     if len(values) > most:
         raise GenerationError(f"{name} has {len(values):,} {what}; the limit is {most:,}")
+
+
+def check_padding(
+    ids: Sequence[int], place: str, padding: int | None, error: type[PcgError]
+) -> None:
+    """Raise an error of a class if tokens contain the padding token; `place` is their name."""
+    if padding is not None and padding in ids:
+        raise error(
+            f"{place} has the padding token {padding}, to which this model gives no position; "
+            "leave it out"
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError, GenerationError, UnsupportedError
-from pcg.ir.program.program import Program, check_padding, short_positions
+from pcg.ir.program.program import Program, short_positions
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
 from pcg.peft.adapter import Adapter
@@ -42,6 +42,7 @@ from pcg.runtime.training.options import FinetuneArguments, FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
+from pcg.value_checks import check_padding
 
 
 def whole_logits(

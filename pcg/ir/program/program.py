@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pcg.errors import PcgError, ProgramError
+from pcg.errors import ProgramError
 from pcg.ir.graph import Graph, Node, Parameter
 from pcg.ir.module_paths import WHOLE_MODEL, layer_path, parameter_path
 from pcg.ir.operators import operator
@@ -332,17 +332,6 @@ class Program:
     def padding(self) -> int | None:
         """The padding token if the model gives it no position, as RoBERTa; else None."""
         return first_position(self.config) - 1 if first_position(self.config) else None
-
-
-def check_padding(
-    ids: Sequence[int], place: str, padding: int | None, error: type[PcgError]
-) -> None:
-    """Raise an error of a class if tokens contain `Program.padding`; `place` is their name."""
-    if padding is not None and padding in ids:
-        raise error(
-            f"{place} has the padding token {padding}, to which this model gives no position; "
-            "leave it out"
-        )
 
 
 def first_position(config: Mapping[str, Any]) -> int:

@@ -9,8 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from pcg.errors import DataError
-from pcg.ir.program.program import check_padding
 from pcg.units import shown
+from pcg.value_checks import check_padding
 
 IGNORED = -100
 """The label of a token that is not learned, as in transformers."""

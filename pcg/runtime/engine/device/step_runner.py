@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.ir.program.program import check_padding, routed_layers
+from pcg.ir.program.program import routed_layers
 from pcg.kernels.devices import device_memory, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.backend import compiled
@@ -48,6 +48,7 @@ from pcg.runtime.training.runner import TrainingPass
 from pcg.runtime.training.warm_jobs import KeptRunners, record_jobs
 from pcg.runtime.training.work_units import Forward, Part, Phase
 from pcg.units import shown
+from pcg.value_checks import check_padding
 
 # ------------------------------------------------------------------------------------- running step
 

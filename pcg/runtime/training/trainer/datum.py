@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pcg.errors import DataError, FinetuneError
-from pcg.ir.program.program import check_padding
 from pcg.options import OptimizerChoice
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
@@ -22,6 +21,7 @@ from pcg.runtime.training.losses import Columns, Loss, Options
 from pcg.runtime.training.options import DEFAULT_BATCH_SIZE, check_fields
 from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.units import is_finite, shown
+from pcg.value_checks import check_padding
 
 
 @dataclass(frozen=True, kw_only=True)
