@@ -250,7 +250,7 @@ def resident_step(way: str, budget: float, batch: int, seq: int, layers: int) ->
     """Measure a step in this process, which is a fresh one."""
     from pcg import compiler
     from pcg.runtime.memory.host_memory import FreedMemory
-    from pcg.runtime.model.weights import RandomWeights
+    from pcg.runtime.model.random_weights import RandomWeights
     from pcg.runtime.training import runner as training
 
     recipes = {"a": pcg.LoraConfig(r=8, target_modules="all-linear")}

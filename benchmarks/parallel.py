@@ -64,7 +64,7 @@ from pcg.ranks.launch import launch
 from pcg.ranks.mesh import SINGLE_MESH, MeshSizes, RankMesh
 from pcg.runtime.data.example import Example
 from pcg.runtime.model.batch import Batch, whole_sequences
-from pcg.runtime.model.weights import RandomWeights
+from pcg.runtime.model.random_weights import RandomWeights
 from pcg.runtime.training import step as training_step
 from pcg.runtime.training.runner import training_runner
 from pcg.runtime.training.step import BatchPart, run_stages

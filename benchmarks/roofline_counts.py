@@ -220,12 +220,16 @@ class _Attended:
         # An empty item has no rows, keys or splits.
         numbers = sorted(set(every[every[:, 2] > 0][:, 0].tolist()))
         tokens = keys = pairs = pages = 0
-        window = a.get("WINDOW", 0)
+        reach = a["REACH"]
         for _, length, context, _ in parts[numbers].tolist():
             tokens += length
-            seen = np.arange(context + 1, context + length + 1)
-            pairs += int((np.minimum(seen, window) if window else seen).sum())
-            whole = min(context + length, window + length - 1) if window else context + length
+            places = np.arange(context, context + length)
+            if reach < 0:  # chunks
+                first = places // -reach * -reach
+            else:
+                first = np.maximum(places + 1 - reach, 0) if reach else 0 * places
+            pairs += int((places + 1 - first).sum())
+            whole = context + length - int(first[0])
             keys += whole
             pages += -(-whole // a["PAGE"]) if "PAGE" in a else 0
         return cls(tokens, keys, pairs, every.nbytes + 16 * len(numbers) + 4 * pages)

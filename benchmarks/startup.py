@@ -6,6 +6,8 @@ startup    seconds of wall time
     explain 4       the same with 4 layers
     help            pcg --help
     search          the search over a layer of it, 4 ranks, LoRA on all seven linears
+    run             pcg run of the shipped checkpoint, with its program in the cache
+    run a program   the same with the folder that pcg compile wrote
     serve           pcg serve of the shipped checkpoint, until it takes requests and ends by
                     SIGTERM: seconds of processor time of all its processes
 
@@ -21,6 +23,7 @@ adapters   milliseconds of adding an adapter of 448 tensors and 19 MiB (32 layer
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -52,9 +55,10 @@ CONFIG = bench.ROOT / "pcg" / "configs" / "meta-llama--Llama-3.1-70B.json"
 IMPORT = "import torch; from transformers import LlamaForCausalLM"
 
 
-def process(*command: str) -> Callable[[], float]:
+def process(*command: str, **variables: str) -> Callable[[], float]:
     """Return a call that runs a Python process and returns its wall time."""
-    run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+    environment = os.environ | variables
+    run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=environment)
     return lambda: bench.seconds(partial(run, [sys.executable, *command]))
 
 
@@ -96,12 +100,19 @@ def startup(rounds: int = 3) -> dict[str, Any]:
         shallow = Path(folder) / "config.json"
         shallow.write_text(json.dumps({**json.loads(CONFIG.read_text()), "num_hidden_layers": 4}))
         command = ("-m", "pcg_cli", "explain")
+        model, program = str(bench.CHECKPOINT), str(Path(folder) / "program")
+        process("-m", "pcg_cli", "compile", model, "-o", program)()
+        run = ("-m", "pcg_cli", "run", "--prompt", "def", "--max-new-tokens", "2")
+        again = process(*run, model, XDG_CACHE_HOME=folder)
+        again()
         contenders = {
             "search": search(),
             "import": process("-c", IMPORT),
             "explain": process(*command, "meta-llama/Llama-3.1-70B"),
             "explain 4": process(*command, str(shallow)),
             "help": process("-m", "pcg_cli", "--help"),
+            "run": again,
+            "run a program": process(*run, program),
             "serve": serve,
         }
         values = bench.interleave(contenders, rounds)
@@ -112,6 +123,7 @@ def startup(rounds: int = 3) -> dict[str, Any]:
         "80 layers / 4 layers (at most 1.1)": bench.ratio(values, "explain", "explain 4"),
         "search over a 70B layer, seconds (at most 1)": found["search"],
         "help, seconds (at most 0.5)": found["help"],
+        "run / run a program (at most 1.3)": bench.ratio(values, "run", "run a program"),
         "serve, processor seconds (at most 5)": found["serve"],
     }
 

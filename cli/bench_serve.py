@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from pcg.options import CompileOptions, PolicyName
+from pcg.options import CompileOptions
 from pcg.units import counted
 
-from .options.console import busy, err, out, print_json, table
+from .options.console import busy, check_page, err, out, print_json, print_table, table
 from .options.executors import PlaceOptions, degree_of, on_ranks, open_executor
 from .options.fields import Given, Json, Model, Only, flags_of
 
@@ -315,7 +315,8 @@ class ServingOptions:
     Attributes:
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
-        policy: the order in which requests are admitted.
+        policy: the order in which requests are admitted; MODULE:CLASS of a subclass of
+            `pcg.runtime.admission.policy.Policy` is another policy.
         max_num_seqs: the maximum number of concurrent requests.
         max_num_batched_tokens: the maximum number of tokens in a step.
         gpu_memory_utilization: the engine's share of a GPU's memory, above 0 and at most 1.
@@ -328,7 +329,7 @@ class ServingOptions:
 
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
-    policy: PolicyName = "fair-share"
+    policy: str = "fair-share"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
     gpu_memory_utilization: float = 0.9
@@ -379,6 +380,8 @@ def serve_command(
     Prompts are random tokens; every output has the length that the workload requires. With --tp
     several ranks of this machine serve the workload together.
     """
+    if how.plot is not None:
+        check_page(how.plot, "--plot")
     degree = degree_of(model, compiling.values, PlaceOptions(device=how.device))
     compiled = {**compiling.values, "tp": degree}
     on_ranks(degree, partial(measure, model, requests, training, serving, how, compiled, json))
@@ -395,8 +398,9 @@ def measure(
 ) -> None:
     """Serve the workload on this rank; the first rank reports."""
     from pcg.runtime.admission.backlog import UNLIMITED
-    from pcg.runtime.admission.policies import POLICIES
+    from pcg.runtime.admission.policies import policy_named
 
+    policy = policy_named(serving.policy)
     executor = _executor(model, how, compiling, requests.seed)
     workload = requests.workload(executor.max_positions)
     names = workload.adapters
@@ -412,7 +416,7 @@ def measure(
             serving.limits,
             kv_cache_bytes=None if size_gib is None else int(size_gib * 2**30),
             gpu_memory_utilization=serving.gpu_memory_utilization,
-            policy=POLICIES[serving.policy](),
+            policy=policy(),
             sharing=training.rule,
             prefix_caching=serving.enable_prefix_caching,
             queue=UNLIMITED,  # all requests are measured
@@ -502,9 +506,9 @@ def _run(
 
 def _print(report: ServingReport, plot: Path | None) -> None:
     console = out()
-    console.print(outcome_table(report))
+    print_table(outcome_table(report), console)
     console.print()
-    console.print(latency_table(report))
+    print_table(latency_table(report), console)
     if plot is not None:
         err().print(f"plot: {plot}", style="dim", soft_wrap=True)
 

@@ -17,7 +17,7 @@ from pcg.gguf_file import SUFFIX
 from pcg.options import CompileOptions
 from pcg.units import counted, duration_text, size_text
 
-from .options.console import busy, err, print_json, table
+from .options.console import busy, err, print_json, print_table, table
 from .options.executors import SPLIT, PlaceOptions, open_executor
 from .options.fields import Given, Json, Model
 from .options.method import Method
@@ -219,7 +219,7 @@ def _print_passes(
     rows = table("pass", "nodes", "time", right=("nodes", "time"))
     for record in records:
         rows.add_row(record.name, f"{record.nodes:,}", duration_text(record.seconds))
-    console.print(rows)
+    print_table(rows, console)
     console.print()
     for what, choice in program.choices.items():
         console.print(f"{what}  {choice}", soft_wrap=True, highlight=False)

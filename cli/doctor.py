@@ -7,7 +7,6 @@ import importlib.metadata
 import json as json_module
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,12 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.specifiers import SpecifierSet
 
+from pcg.machine_memory import memory
 from pcg.units import size_text
 from pcg.version import __version__
 
-from .options.console import busy, out, plain, print_json, table
+from .options.console import busy, out, plain, print_json, print_table, table
 from .options.executors import FIELDS
+from .options.extras import extras, lacking
 from .options.fields import Json, complete_model
 
 Families = Annotated[bool, typer.Option("--families", help="List the causal LMs of transformers.")]
@@ -50,7 +52,7 @@ def models_command(families: Families = False, json: Json = False) -> None:
     for model in models:
         values = {**model, "context": model["positions"]}
         rows.add_row(*(plain(values[column]) for column in columns))
-    out().print(rows)
+    print_table(rows)
     out().print("\nAny other model: its directory, or its hub id.", style="dim")
 
 
@@ -90,11 +92,7 @@ class Requirement:
     required: bool = True
 
     def accepts(self, version: str) -> bool:
-        numbers = _numbers(version)
-        for bound in filter(None, self.wanted.split(",")):
-            if (numbers < _numbers(bound.lstrip("<>="))) != bound.startswith("<"):
-                return False
-        return True
+        return SpecifierSet(self.wanted).contains(version, prereleases=True)
 
 
 REQUIREMENTS = (
@@ -107,14 +105,12 @@ REQUIREMENTS = (
     Requirement("msgspec", "messages between ranks and processes", ">=0.19"),
     Requirement("networkx", "graphs"),
     Requirement("numpy", "arrays"),
+    Requirement("packaging", "versions of packages"),
     Requirement("regex", "names of modules"),
     Requirement("pyyaml", "configurations of training"),
     Requirement("rich", "tables"),
     Requirement("typer", "this command"),
     Requirement("triton", "GPU kernels", required=False),
-    Requirement("pyzmq", "split execution between processes", ">=26", required=False),
-    Requirement("peft", "peft configurations in Python", required=False),
-    Requirement("bitsandbytes", "optimizers with 8-bit states", ">=0.50", required=False),
 )
 
 
@@ -147,8 +143,9 @@ def doctor_command(model: MaybeModel = None, json: Json = False) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
+        "extras": {name: {"missing": lacking(of_extra)} for name, of_extra in extras().items()},
         **machine,
-        "memory_bytes": _memory(),
+        "memory_bytes": memory()._asdict(),
         "disk_bytes": {"free": shutil.disk_usage(Path.cwd()).free},
     }
     if machine:
@@ -279,34 +276,6 @@ def _too_large(
     return [_problem(f"{what}, and {size_text(room)} are there", fix, required=False)]
 
 
-def _memory() -> dict[str, int | None]:
-    """Return the memory of the machine, or of its container if that is less."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-        total, available = (
-            int(match[1]) * 1024
-            for key in ("MemTotal", "MemAvailable")
-            if (match := re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE))
-        )
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return _memory_of_machine()
-    if limit.isdecimal() and int(limit) < total:
-        return {"total": int(limit), "available": min(available, int(limit) - used)}
-    return {"total": total, "available": available}
-
-
-def _memory_of_machine() -> dict[str, int | None]:
-    """Return the machine's memory without Linux's /proc and cgroup files."""
-    try:
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-        total = page_bytes * os.sysconf("SC_PHYS_PAGES")
-        return {"total": total, "available": page_bytes * os.sysconf("SC_AVPHYS_PAGES")}
-    except (AttributeError, OSError, ValueError):
-        return {"total": None, "available": None}
-
-
 def _problems(
     packages: list[dict[str, Any]], machine: dict[str, Any], problem: str | None
 ) -> list[dict[str, Any]]:
@@ -339,11 +308,6 @@ def _problem(what: str, fix: str, *, required: bool = True) -> dict[str, Any]:
     return {"what": what, "fix": fix, "required": required}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    digits = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, digits[0].split("."))) if digits else ()
-
-
 def _print(report: dict[str, Any]) -> None:
     rows = table("what", "found", "for")
     rows.show_header = False
@@ -352,6 +316,9 @@ def _print(report: dict[str, Any]) -> None:
     for package in report["packages"]:
         version = plain(package["version"]) if package["ok"] else f"✗ {plain(package['version'])}"
         rows.add_row(package["name"], version, package["purpose"])
+    for name, extra in report["extras"].items():
+        lack = f"lacks {', '.join(extra['missing'])}: pip install 'pcg[{name}]'"
+        rows.add_row("extra", name, plain(lack if extra["missing"] else "installed"))
     if "cpu" in report:
         cpu = report["cpu"]
         rows.add_row("cpu", cpu["capability"], f"{cpu['cores']} cores, {cpu['threads']} threads")
@@ -394,7 +361,7 @@ def _print(report: dict[str, Any]) -> None:
         rows.add_row("", name, plain(reason))
     rows.add_row("disk", f"{size_text(report['disk_bytes']['free'])} free", "in this directory")
     console = out()
-    console.print(rows)
+    print_table(rows, console)
     console.print()
     for item in report["problems"]:
         style = "bold red" if item["required"] else "yellow"

@@ -11,7 +11,7 @@ import typer
 
 from pcg.options import ExplainOptions, SplitOptions
 
-from .options.console import busy, check_page, print_json, show_report
+from .options.console import busy, check_page, print_json, show_report, write_page
 from .options.fields import Given, Json, Model, flags_of
 from .options.method import Method, adapter_or_none
 
@@ -42,9 +42,9 @@ class ReportOptions:
         """Refuse incompatible options before the work."""
         if json and self.tensors:
             raise typer.BadParameter("--json lists every tensor anyway", param_hint="--tensors")
-        if self.compare is not None and (self.tensors or peers or self.html is not None):
+        if self.compare is not None and (self.tensors or peers):
             raise typer.BadParameter(
-                "it goes with none of --tensors, --peers and --html", param_hint="--compare"
+                "it goes with neither --tensors nor --peers", param_hint="--compare"
             )
         if self.split and (self.tensors or self.compare is not None):
             raise typer.BadParameter(
@@ -88,6 +88,7 @@ def explain_command(
         methods = {word: adapter_or_none(word, "--compare") for word in words}
         with busy(f"tracing {source.name}"):
             from pcg.explain import explain as explaining
+            from pcg.explain.report.page import comparison_page
             from pcg.explain.report.report import comparison
 
             reports = explaining.compare(model, methods, **options.values)
@@ -95,6 +96,8 @@ def explain_command(
             print_json({name: report.to_json() for name, report in reports.items()})
         else:
             print(comparison(reports))
+        if show.html is not None:
+            write_page(show.html, comparison_page(reports), json)
         return
     peft = method.configuration()
     with busy(f"tracing {source.name}"):

@@ -13,7 +13,7 @@ import typer
 from pcg.units import counted
 from pcg.version import __version__
 
-from .options.console import err, out, print_json, table
+from .options.console import check_page, err, out, print_json, print_table, table
 from .options.fields import Json
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def profile_command(options: ProfileOptions, json: Json = False) -> None:
     """
     from pcg.ranks.join import started_ranks
 
+    if options.output is not None:
+        check_page(options.output, "--output")
     where = _device(options.device)
     base_dtype = _dtype(options.dtype, where)
     if started_ranks() > 1:
@@ -217,7 +219,7 @@ def _print(profile: DeviceProfile) -> None:
             f"{row['flops_per_s'] / 1e9:,.1f}",
             f"{row['bytes_per_s'] / 1e9:,.1f}",
         )
-    console.print(rows)
+    print_table(rows, console)
     if summary["links"]:
         columns = ("ranks", "α µs", "β GB/s")
         rows = table("collective", *columns, right=columns)
@@ -226,7 +228,7 @@ def _print(profile: DeviceProfile) -> None:
                 latency, speed = link["latency_s"] * 1e6, link["bytes_per_s"] / 1e9
                 rows.add_row(kind, str(ranks), f"{latency:,.1f}", f"{speed:,.2f}")
         console.print()
-        console.print(rows)
+        print_table(rows, console)
     ranks = f", {summary['backend']} over {summary['tp']} ranks" if summary["links"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     points = counted(len(profile.points), "point")

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pcg.errors import UnsupportedError
 from pcg.options import CompileOptions
 from pcg.runtime.sampling.sampling_params import SamplingParams
+from pcg.runtime.training.options import ChatOptions
 from pcg.units import counted
 
 from .options.console import err, out, print_json
@@ -23,6 +25,7 @@ from .options.fields import Given, Json, Only, Runnable, flags_of
 from .options.method import Method
 
 if TYPE_CHECKING:
+    from pcg.runtime.executor import Executor
     from pcg.runtime.requests.request import Chunk, Completion
     from pcg.runtime.sampling.logprobs import TokenLogprobs
 
@@ -43,17 +46,8 @@ def wait_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list
     return [completions[index] for index in range(len(prompts))]
 
 
-def print_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
-    """Print the completions after the last prompt has finished."""
-    completions = wait_completions(chunks, prompts)
-    for index, completion in enumerate(completions):
-        _head(prompts, index)
-        _text(f"{completion.text}\n")
-    return completions
-
-
 def stream_completions(chunks: Iterator[Chunk], prompts: Sequence[Prompt]) -> list[Completion]:
-    """Print each completion's text as it is generated, in the order of the prompts.
+    """Print each prompt and its completion as it is generated, in the order of the prompts.
 
     Text of a later prompt is buffered until all earlier prompts have finished.
     """
@@ -137,24 +131,23 @@ def summary_of(
 FRESH = "default"
 """Name of the fresh adapter that `--peft` adds."""
 SERVING = (
-    "tp", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
-    "attention", "packed_weights", "latent_cache", "quantization",
+    "tp", "ep", "costs", "tp_plan", "sequence_parallel", "dtype", "backend", "adapter_copies",
+    "attention", "packed_weights", "latent_cache", "quantization", "labels",
 )  # fmt: skip
 """Compile options that also apply to serving."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions:
+class PromptOptions(ChatOptions):
     """The prompts and the adapters of a command.
 
     Attributes:
         prompt: a prompt. Repeatable.
         prompt_file: a file whose whole text is a prompt; - is standard input. Repeatable.
-        adapter: an adapter to load, in peft's format, as NAME=PATH. Repeatable.
+        adapter: an adapter to load, in peft's format, as NAME=PATH or NAME=HUB_ID. Repeatable.
         use: the adapter of all prompts, or, given once per prompt, of each prompt; base selects
             none. Required if several adapters are loaded.
         chat: treat a prompt as a user message and apply the chat template.
-        stream: print text as it is generated.
     """
 
     prompt: Sequence[str] = ()
@@ -162,7 +155,6 @@ class PromptOptions:
     adapter: Mapping[str, Path] | None = None
     use: Sequence[str] = ()
     chat: bool = False
-    stream: bool = False
 
     def prompts(self, fresh: bool) -> list[Prompt]:
         """Return the prompts, each with the name of its adapter.
@@ -172,6 +164,8 @@ class PromptOptions:
         Raises:
             typer.BadParameter: no prompt, or an ambiguous choice of adapters.
         """
+        if not self.chat and (self.chat_template or self.chat_template_kwargs):
+            raise typer.BadParameter("it is of chats; add --chat", param_hint="--chat-template")
         texts = [*self.prompt, *map(_read, self.prompt_file)]
         if not texts:
             raise typer.BadParameter(
@@ -195,8 +189,6 @@ def run_command(
 
     --peft adds a fresh adapter of that method, called default.
     """
-    if json and asked.stream:
-        raise typer.BadParameter("it does not go with --json", param_hint="--stream")
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling.values and not json:
             raise typer.BadParameter(
@@ -221,11 +213,23 @@ def complete(
     json: bool,
 ) -> None:
     """Generate and print the completions on this rank; `fresh` configures the fresh adapter."""
+    from pcg.ir.program.program import labels_of
+
     executor = open_executor(program, asked.adapter, compiling, place)
     if fresh is not None:
         executor.add_adapter(FRESH, fresh)
     texts = [item.text for item in prompts]
-    inputs = [_chat(executor.tokenizer, text) for text in texts] if asked.chat else texts
+    if labels_of(executor.program.config):
+        if unread := [flags_of(name)[0] for name in (*sampling, *["chat"] * asked.chat)]:
+            raise UnsupportedError(
+                f"{', '.join(unread)}: a sequence classifier answers a text by labels; leave "
+                f"{'it' if len(unread) == 1 else 'them'} out"
+            )
+        _classify(executor, prompts, json)
+        return
+    inputs: Sequence[Any] = texts
+    if asked.chat:
+        inputs = [_chat(executor, item, asked) for item in prompts]
     started = time.perf_counter()
     names = [item.adapter for item in prompts]
     generated = executor.generate(inputs, names, stream=True, **sampling)
@@ -233,9 +237,11 @@ def complete(
     chunks = (replace(chunk, index=chunk.index * count + chunk.choice) for chunk in generated)
     # With `echo` the completion's text already contains the prompt.
     is_shown_twice = bool(sampling.get("echo")) and not json
-    shown = [replace(item, text="") if is_shown_twice else item for item in prompts]
+    # A chat's answer begins a line; a completion continues the prompt.
+    end = "\n" if asked.chat and not json else ""
+    shown = [replace(item, text="" if is_shown_twice else item.text + end) for item in prompts]
     prompts = [item for item in shown for _ in range(count)]
-    show = stream_completions if asked.stream else wait_completions if json else print_completions
+    show = wait_completions if json else stream_completions
     completions = show(chunks, prompts)
     seconds = time.perf_counter() - started
     if json:
@@ -250,6 +256,20 @@ def complete(
         style="dim",
         soft_wrap=True,
     )
+
+
+def _classify(executor: Executor, prompts: Sequence[Prompt], json: bool) -> None:
+    """Print the probability of each label of a sequence classifier, the likeliest first."""
+    shares = executor.classify([p.text for p in prompts], [p.adapter for p in prompts])
+    if json:
+        rows = zip(prompts, shares, strict=True)
+        each = [{"prompt": p.text, "adapter": p.adapter, "labels": labels} for p, labels in rows]
+        print_json({"model": executor.program.name, "classifications": each})
+        return
+    for prompt, labels in zip(prompts, shares, strict=True):
+        ordered = sorted(labels.items(), key=lambda item: -item[1])
+        out().print(prompt.text, markup=False, highlight=False)
+        out().print("  " + ", ".join(f"{label} {share:.3f}" for label, share in ordered))
 
 
 def _read(name: str) -> str:
@@ -287,8 +307,8 @@ def _used(use: Sequence[str], adapters: Sequence[str], count: int) -> list[str |
     return names * count if len(names) == 1 else names
 
 
-def _chat(tokenizer: Any, text: str) -> list[int]:
-    if tokenizer is None:
+def _chat(executor: Executor, prompt: Prompt, asked: ChatOptions) -> list[int]:
+    if executor.tokenizer is None:
         raise typer.BadParameter("the model has no tokenizer.json", param_hint="--chat")
-    ids: list[int] = tokenizer.encode_chat([{"role": "user", "content": text}])
-    return ids
+    tokenizer = executor.chat_tokenizer(prompt.adapter, asked.chat_template)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt.text}], **asked.variables())

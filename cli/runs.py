@@ -11,12 +11,18 @@ import typer
 from pcg.errors import RecordError
 from pcg.units import duration_text
 
-from .options.console import check_page, err, out, plain, print_json, table, write_page
+from .options.console import (
+    check_page,
+    err,
+    plain,
+    print_json,
+    print_table,
+    table,
+    write_page,
+)
 from .options.fields import Json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pcg.records.run import Run
 
 Folder = Annotated[
@@ -29,10 +35,9 @@ Runs = Annotated[
 ]
 OneRun = Annotated[
     Path,
-    typer.Argument(help="Folder of a record, or an output of pcg finetune.", metavar="RUN"),
+    typer.Argument(help="Folder of a record, or an output of pcg train.", metavar="RUN"),
 ]
 _NUMBERS = ("steps", "loss", "eval loss", "best", "tokens/s", "time")
-_WIDEST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ def list_command(folder: Folder = Path(), json: Json = False) -> None:
         for run in runs:
             rows.add_row(*_cells(run, folder))
         if runs:
-            _print(rows)
+            print_table(rows)
         else:
             print(f"no runs below {folder}")
     for reason in damaged:
@@ -87,7 +92,7 @@ def compare_command(runs: Runs, page: ComparisonPage, json: Json = False) -> Non
         for kind in (compared.results, compared.differing):
             for name, values in kind.items():
                 rows.add_row(_printable(name), *(_printable(text_of(value)) for value in values))
-        _print(rows)
+        print_table(rows)
     if page.html is not None:
         from pcg.records.page import comparison_page
 
@@ -99,13 +104,6 @@ def report_command(run: OneRun) -> None:
     from pcg.records.page import write_report
 
     print(write_report(_read(run).folder))
-
-
-def _print(rows: Table) -> None:
-    console = out()
-    if not console.is_terminal:
-        console.width = _WIDEST
-    console.print(rows)
 
 
 def _read(path: Path) -> Run:

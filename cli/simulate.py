@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .bench_serve import at_least
-from .options.console import busy, out, print_json, table
+from .options.console import busy, out, print_json, print_table, table
 from .options.fields import Json
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _flexllm(options: SimulateOptions, json: bool) -> None:
             f"{row['gap_attainment']:.1%}",
             f"{row['output_tokens_per_s']:,.0f}",
         )
-    out().print(shown)
+    print_table(shown)
 
 
 def _flexllm_row(
@@ -247,7 +247,7 @@ def _s_lora(options: SimulateOptions, json: bool) -> None:
             f"{numbers['mean_ttft_ms'] / 1e3:.2f}",
             f"{numbers['ttft_attainment']:.1%}",
         )
-    out().print(shown)
+    print_table(shown)
 
 
 # ------------------------------------------------------------------------------------- Punica
@@ -294,6 +294,6 @@ def _punica(options: SimulateOptions, json: bool) -> None:
             str(minute.moved),
             str(minute.freed),
         )
-    out().print(shown)
+    print_table(shown)
     used_s = 60 * sum(minute.used for minute in minutes)
     out().print(f"\nfirst token after {first_s:.2f} s on average; {used_s:,.0f} s of GPUs in use")

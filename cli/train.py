@@ -6,10 +6,11 @@ import dataclasses
 import logging
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,7 @@ from .options.method import Method
 
 if TYPE_CHECKING:
     from pcg.runtime.training.options import FinetuneResult
+    from pcg.train.config_file import ConfigFile
     from pcg.train.grpo.loop import GrpoResult, Sample
     from pcg.train.preference.run import PreferenceResult
 
@@ -68,20 +70,60 @@ class _Lines(logging.Handler):
 # ------------------------------------------------------------------------------------------- report
 
 
-def _model_words(program: str, options: Mapping[str, Any]) -> str:
-    """Return the words of a command that name a model with the format of its weights."""
+_LONGEST_PROMPT = 80
+
+
+def use_command(
+    model: str, options: Mapping[str, Any], adapter: str, output: Path, data: Sequence[Path]
+) -> str:
+    """Return the command that runs a trained adapter with the first prompt of its data.
+
+    Args:
+        options: options of the run, of which the weights' format and the template are needed.
+    """
+    from pcg.runtime.data.formats import rename_columns
+    from pcg.runtime.data.sources import read_rows
+
+    first = next(read_rows(tuple(data)))
+    row = first.value if isinstance(first.value, Mapping) else {}
+    if columns := options.get("columns"):
+        row = rename_columns(row, columns, first.where)
+    names = ["messages", "conversations", "input", "prompt", "instruction"]
+    names = ["text"] if options.get("labels") else names
+    prompt: Any = next((row[name] for name in names if row.get(name)), "…")
+    is_chat = options.get("data_format") == "chat" or not isinstance(prompt, str)
+    if not isinstance(prompt, str):
+        messages = prompt.get("messages", ()) if isinstance(prompt, Mapping) else prompt
+        users = (m for m in messages if (m.get("role") or m.get("from")) in ("user", "human"))
+        user: Mapping[str, Any] = next(users, {})
+        prompt = user.get("content", user.get("value"))
+    if not isinstance(prompt, str) or len(prompt) > _LONGEST_PROMPT or not prompt.isprintable():
+        prompt = "…"
     quantization = options.get("quantization")
-    named = ["--quantization", str(quantization)] if quantization else []
-    return shlex.join([str(program), *named])
+    words = ["pcg", "run", model, *(["--quantization", str(quantization)] if quantization else [])]
+    for label in options.get("labels") or ():
+        words += ["--labels", label]
+    words += ["--adapter", f"{adapter}={output}"]
+    if is_chat:
+        words.append("--chat")
+        if options.get("chat_template") is not None:
+            words += ["--chat-template", str(options["chat_template"])]
+        for name, value in (options.get("chat_template_kwargs") or {}).items():
+            words += ["--chat-template-kwargs", f"{name}={dumps(value)}"]
+    return shlex.join([*words, "--prompt", prompt])
+
+
+def _print_use(command: str) -> None:
+    err().print(f"use it: {command}", style="dim", soft_wrap=True)
 
 
 def print_result(
-    result: FinetuneResult, program: str, output: Path, *, as_json: bool, replaces: bool
+    result: FinetuneResult, use: str, output: Path, *, as_json: bool, replaces: bool
 ) -> None:
     """Print a job's losses on standard error, or its whole result as a JSON object.
 
     Args:
-        program: the words of a command that name the model or the program's folder.
+        use: the command that runs the adapter.
         output: the directory that the adapter is saved in.
         replaces: True if the directory already had an adapter.
     """
@@ -90,10 +132,11 @@ def print_result(
         del summary["checkpoint"]
         print_json(summary)
     else:
-        _print(result, program, output, replaces)
+        _print(result, output, replaces)
+        _print_use(use)
 
 
-def print_preferences(result: PreferenceResult, output: Path, *, as_json: bool) -> None:
+def print_preferences(result: PreferenceResult, use: str, output: Path, *, as_json: bool) -> None:
     """Print a run's margins on standard error, or its whole result as a JSON object."""
     if as_json:
         summary = {**dataclasses.asdict(result), "output": str(output)}
@@ -108,16 +151,17 @@ def print_preferences(result: PreferenceResult, output: Path, *, as_json: bool) 
     for name, history in named:
         if history:
             first, last = history[0], history[-1]
-            changes = [f"{word} {first[key]:.4f} → {last[key]:.4f}" for word, key in words.items()]
+            both = {word: key for word, key in words.items() if key in first and key in last}
+            changes = [f"{word} {first[key]:.4f} → {last[key]:.4f}" for word, key in both.items()]
             lines.append(f"{', '.join(changes)}, of the first and the last of the {name}")
     lines.append(f"saved in {output}")
     err().print("\n".join(lines), soft_wrap=True)
+    _print_use(use)
 
 
-def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -> None:
+def _print(result: FinetuneResult, output: Path, replaces: bool) -> None:
     from pcg.runtime.training.options import LossChange
 
-    console = err()
     steps = counted(result.steps, "step")
     resumed = "" if result.resumed_from is None else f", resumed from step {result.resumed_from}"
     speed = f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s"
@@ -141,13 +185,7 @@ def _print(result: FinetuneResult, program: str, output: Path, replaces: bool) -
     if result.restored:
         lines.append(f"the adapter is that of step {result.best_step}")
     lines.append(f"saved in {output}{', in place of the adapter there' if replaces else ''}")
-    console.print("\n".join(lines), soft_wrap=True)
-    console.print(
-        f"use it: pcg run {program} "
-        f'--adapter {shlex.quote(f"{result.adapter}={output}")} --prompt "…"',
-        style="dim",
-        soft_wrap=True,
-    )
+    err().print("\n".join(lines), soft_wrap=True)
 
 
 def _ends(steps: int) -> str:
@@ -178,7 +216,9 @@ def print_update(step: int, numbers: Mapping[str, float], samples: Sequence[Samp
     err().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: bool) -> None:
+def print_rewards(
+    result: GrpoResult, use: str, output: Path, *, as_json: bool, replaces: bool
+) -> None:
     """Print the rewards on standard error, or all numbers as a JSON object.
 
     Args:
@@ -204,6 +244,7 @@ def print_rewards(result: GrpoResult, output: Path, *, as_json: bool, replaces: 
     if rewards:
         lines.insert(1, f"reward {rewards[0]:.4g} → {rewards[-1]:.4g}, first and last step")
     err().print("\n".join(lines), soft_wrap=True)
+    _print_use(use)
 
 
 # ----------------------------------------------------------------------------------------- finetune
@@ -214,12 +255,15 @@ class AdapterFiles:
     """The data, the adapter and the output of a job.
 
     Attributes:
-        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text, tokens) or a
-            .txt file; repeat the option to concatenate several files.
+        data: a file of rows, a .txt file, a folder, a glob, or a hub id; rows (chat,
+            prompt-completion, alpaca, ShareGPT, text, tokens) are in JSON lines, CSV or Parquet;
+            repeat the option to concatenate several, or to mix them by --probabilities.
         adapter: the adapter's name.
         output: the directory to save the adapter in; it also holds the job's checkpoints.
         start_from: a saved adapter to train further, instead of a new adapter.
         overwrite: replace the adapter that is saved in the output.
+        keep_checkpoints: keep the checkpoints of a finished job, so that --resume with more epochs
+            or steps extends it.
     """
 
     data: tuple[Path, ...]
@@ -227,6 +271,7 @@ class AdapterFiles:
     output: Path
     start_from: Path | None = None
     overwrite: bool = False
+    keep_checkpoints: bool = False
 
 
 def finetune_command(
@@ -280,18 +325,21 @@ def train(
 
     If `peft` is None, the adapter uses the program's method.
     """
-    from pcg.train.config_file import has_adapter, own_recipe
+    from pcg.peft.adapter_files import has_adapter
+    from pcg.train.config_file import OutputOptions, own_recipe
     from pcg.train.sft import finetune_and_save
 
     executor = open_executor(program, None, compiling, place, over)
     replaces = has_adapter(files.output)
     peft = own_recipe(executor, files.adapter) if peft is None else peft
     with step_lines(options.get("log_every")):
-        result = finetune_and_save(executor, files.data, files.adapter, files.output, peft, options)
+        keeps = files.keep_checkpoints
+        target = OutputOptions(adapter=files.adapter, output=files.output, keep_checkpoints=keeps)
+        result = finetune_and_save(executor, files.data, target, peft, options)
     if executor.ranks.rank:
         return
-    words = _model_words(program, compiling)
-    print_result(result, words, files.output, as_json=json, replaces=replaces)
+    use = use_command(program, {**compiling, **options}, files.adapter, files.output, files.data)
+    print_result(result, use, files.output, as_json=json, replaces=replaces)
 
 
 def own_step(
@@ -321,7 +369,7 @@ def _check_output(files: AdapterFiles, resumes: bool) -> None:
     Args:
         resumes: True if the job must resume from a checkpoint; then a saved adapter is expected.
     """
-    from pcg.train.config_file import has_adapter
+    from pcg.peft.adapter_files import has_adapter
 
     output = files.output
     if is_there(output) and not is_directory(output):
@@ -371,7 +419,8 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
     (docs/finetuning.md). After Ctrl-C, the same command resumes the job.
     """
     check_alone("pcg train sft")
-    from pcg.train.config_file import OutputOptions, has_adapter, read_config
+    from pcg.peft.adapter_files import has_adapter
+    from pcg.train.config_file import OutputOptions, read_config
     from pcg.train.sft import SFT_KEYS, train_sft
 
     read = read_config(config, SFT_KEYS, settings)
@@ -379,8 +428,7 @@ def sft_command(config: Config, settings: Settings, json: Json = False) -> None:
     replaces = has_adapter(output)
     with step_lines(read.values.get("log_every")):
         result = train_sft(read)
-    words = _model_words(read.values["model"], read.values)
-    print_result(result, words, output, as_json=json, replaces=replaces)
+    print_result(result, _use(read), output, as_json=json, replaces=replaces)
 
 
 def grpo_command(config: Config, settings: Settings, json: Json = False) -> None:
@@ -391,14 +439,15 @@ def grpo_command(config: Config, settings: Settings, json: Json = False) -> None
     from the last checkpoint.
     """
     check_alone("pcg train grpo")
-    from pcg.train.config_file import OutputOptions, has_adapter, read_config
+    from pcg.peft.adapter_files import has_adapter
+    from pcg.train.config_file import OutputOptions, read_config
     from pcg.train.grpo.train import GRPO_KEYS, train_grpo_file
 
     read = read_config(config, GRPO_KEYS, settings)
     output = read.make(OutputOptions).output
     replaces = has_adapter(output)
     result = train_grpo_file(read, None if json else print_update)
-    print_rewards(result, output, as_json=json, replaces=replaces)
+    print_rewards(result, _use(read), output, as_json=json, replaces=replaces)
 
 
 def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
@@ -407,12 +456,44 @@ def dpo_command(config: Config, settings: Settings, json: Json = False) -> None:
     The file's keys are those of pcg train sft and the options of direct preference optimization
     (docs/finetuning.md). After Ctrl-C, the same command resumes the job.
     """
-    check_alone("pcg train dpo")
-    from pcg.train.config_file import OutputOptions, read_config
     from pcg.train.preference.dpo import DPO_KEYS, train_dpo
 
-    read = read_config(config, DPO_KEYS, settings)
-    output = read.make(OutputOptions).output
-    with step_lines(read.values.get("log_every")):
-        result = train_dpo(read)
-    print_preferences(result, output, as_json=json)
+    _train_on_preferences("dpo", config, settings, DPO_KEYS, train_dpo, as_json=json)
+
+
+def kto_command(config: Config, settings: Settings, json: Json = False) -> None:
+    """Train an adapter on completions that are labelled desirable or not, from a configuration.
+
+    The file's keys are those of pcg train sft and the options of Kahneman-Tversky optimization
+    (docs/finetuning.md). After Ctrl-C, the same command resumes the job.
+    """
+    from pcg.train.preference.kto import KTO_KEYS, train_kto
+
+    _train_on_preferences("kto", config, settings, KTO_KEYS, train_kto, as_json=json)
+
+
+def _train_on_preferences(
+    kind: str,
+    path: Path,
+    settings: Sequence[str],
+    keys: Sequence[type],
+    train: Callable[[ConfigFile], PreferenceResult],
+    *,
+    as_json: bool,
+) -> None:
+    check_alone(f"pcg train {kind}")
+    from pcg.train.config_file import OutputOptions, read_config
+
+    config = read_config(path, keys, settings)
+    output = config.make(OutputOptions).output
+    with step_lines(config.values.get("log_every")):
+        result = train(config)
+    print_preferences(result, _use(config), output, as_json=as_json)
+
+
+def _use(config: ConfigFile) -> str:
+    from pcg.train.config_file import OutputOptions
+
+    files, values = config.make(OutputOptions), config.values
+    model = config.near(values["model"])
+    return use_command(model, values, files.adapter, files.output, values["data"])

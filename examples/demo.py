@@ -6,7 +6,7 @@ The demo explains what finetuning two models takes, compiles the small Llama tha
 each prompt under every adapter in one batch, and counts exact answers about functions whose names
 no adapter was trained on. Then an engine trains a fresh adapter and serves the others in the same
 steps; the new adapter is saved in peft's format, loaded back, and served beside them. It takes
-one to two minutes on two cores.
+one to two minutes on two cores. `examples/chat_demo.py` continues with a real chat model.
 
 The base never saw these tasks: it continues a function as the standard library would.
 """

@@ -20,6 +20,8 @@ from pcg.version import __version__
 if TYPE_CHECKING:
     from pcg.compiler import compile, load, trace
     from pcg.explain.explain import explain
+    from pcg.gguf_adapter import export
+    from pcg.merged_checkpoint import merge
     from pcg.peft.adalora import AdaLoraConfig
     from pcg.peft.bitfit import BitFitConfig
     from pcg.peft.bottleneck import BottleneckConfig
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pcg.runtime.engine.engine import Engine
     from pcg.runtime.executor import Executor
     from pcg.runtime.sampling.sampling_params import SamplingParams
+    from pcg.runtime.training.callbacks import TrainingCallback
     from pcg.runtime.training.trainer.datum import Datum
     from pcg.split.client.connect import connect
     from pcg.split.client.noise import Privacy
@@ -60,12 +63,15 @@ __all__ = [
     "PromptTuningConfig",
     "QueueLimits",
     "SamplingParams",
+    "TrainingCallback",
     "VeraConfig",
     "__version__",
     "compile",
     "connect",
     "explain",
+    "export",
     "load",
+    "merge",
     "plan",
     "quantize",
     "trace",
@@ -80,9 +86,12 @@ _HOMES = {
     "Privacy": "pcg.split.client.noise",
     "QueueLimits": "pcg.runtime.admission.backlog",
     "SamplingParams": "pcg.runtime.sampling.sampling_params",
+    "TrainingCallback": "pcg.runtime.training.callbacks",
     "compile": "pcg.compiler",
     "connect": "pcg.split.client.connect",
+    "export": "pcg.gguf_adapter",
     "load": "pcg.compiler",
+    "merge": "pcg.merged_checkpoint",
     "quantize": "pcg.quantized_checkpoint",
     **{name: f"pcg.peft.{file}" for name, file in METHODS.items()},
 }

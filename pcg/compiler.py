@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
+import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pcg.errors import AdapterError, CostModelError, LogitsError, ProgramError, SourceError
-from pcg.files import expanded
-from pcg.given_module import VERIFIED_PARAMETERS, check_logits, check_weights, source_of
-from pcg.ir.program.folder import load_program
+from pcg.errors import (
+    AdapterError,
+    CostModelError,
+    LogitsError,
+    ProgramError,
+    SourceError,
+)
+from pcg.files import cache_folder, expanded
+from pcg.given_module import (
+    VERIFIED_PARAMETERS,
+    check_logits,
+    check_weights,
+    labelled,
+    source_of,
+)
+from pcg.ir.program.folder import load_program, save_program
 from pcg.ir.program.manifest import MANIFEST, read_manifest
-from pcg.ir.program.program import Program, check_same_model
+from pcg.ir.program.program import Program, check_same_model, is_classifier
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels import attention_libraries
+from pcg.kernels.attention_libraries import is_ready
 from pcg.kernels.devices import indexed, on_device
 from pcg.kernels.torch.product_times import fastest_dtype, fastest_format
 from pcg.kernels.triton.backend import check_device, choose_backend, machine_device
@@ -31,16 +51,18 @@ from pcg.passes.pipeline import BaseSpecialiser, pipeline, settings_of
 from pcg.passes.place import CallPieces
 from pcg.passes.quantize_weights import experts_of
 from pcg.peft.adapter_files import is_recipe, recipes_of
+from pcg.peft.recipe import Recipe
 from pcg.peft.registry import recipe_fields, recipe_of_fields
 from pcg.ranks.agreement import agreed, check_same, check_same_program
 from pcg.ranks.join import RankOptions, check_started, join_mesh, own_device, started_ranks
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.model.base_weights import TensorSource, check_same_weights
 from pcg.runtime.model.gguf_weights import open_weights
-from pcg.runtime.model.weights import RandomWeights, StateDictCheckpoint, Weights
+from pcg.runtime.model.random_weights import RandomWeights
+from pcg.runtime.model.weights import StateDictCheckpoint, Weights
 from pcg.runtime.requests.plain import tokenizer_facts
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.source import COMPOSITE, ModelSource, resolve
+from pcg.source import COMPOSITE, ModelSource, resolve, tokenizer_directory
 from pcg.trace import TracedModel
 from pcg.trace import trace as trace_config
 
@@ -48,6 +70,8 @@ if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
 
 _LOG = logging.getLogger("pcg.compiler")
+MOST_CACHED = 64
+"""Programs in the user's cache; the oldest are removed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class ProgramArguments(CompileOptions):
 @takes(ProgramArguments)
 def compile_program(arguments: ProgramArguments) -> Program:
     """Compile a model to a program, without weights; PcgError names the unreadable part."""
-    source, to_trace = source_of(arguments.model)
+    source, to_trace = source_of(arguments.model, arguments.labels)
     device = machine_device()
     return _compiled(
         source,
@@ -83,6 +107,10 @@ def compile_program(arguments: ProgramArguments) -> Program:
         arguments.observe,
         place=arguments.place,
     )
+
+
+def _recipes_of(peft: object, config: Mapping[str, Any]) -> dict[str, Recipe]:
+    return recipes_of(peft, config.get(COMPOSITE, ""), of_labels=is_classifier(config))
 
 
 def _measured_format(
@@ -104,7 +132,7 @@ def _compiled(
     whole: bool = False,
     place: CallPieces | None = None,
 ) -> Program:
-    recipes = recipes_of(peft, source.config.get(COMPOSITE, ""))
+    recipes = _recipes_of(peft, source.config)
     is_measured = options.quantization == AUTO
     values = {
         option.name: getattr(options, option.name) for option in dataclasses.fields(CompileOptions)
@@ -118,18 +146,18 @@ def _compiled(
     values["backend"] = choose_backend(options.backend, device).name
     settled = CompileOptions(**{**values, "attention": attention_libraries.OWN})
     settings = settings_of(source.name, source.config, recipes.values(), settled, place)
-    passes = pipeline(dataclasses.replace(settings, whole=whole))
+    passes = pipeline(replace(settings, whole=whole))
     traced = passes.trace.run(to_trace, observe)
     if is_measured:
         chosen = _measured_format(source.config, traced.trace, device)
-        settled = dataclasses.replace(settled, quantization=chosen)
-        passes = pipeline(dataclasses.replace(settings, options=settled))
+        settled = replace(settled, quantization=chosen)
+        passes = pipeline(replace(settings, options=settled))
     base = passes.raise_operators.run(passes.fold.run(traced, observe), observe)
     backend = choose_backend(options.backend, device, base.model)
     if backend.name == "torch" and options.backend == "auto" and device.type == "cuda":
         _LOG.warning("%s is compiled for %s", source.name, backend)
     attention = attention_libraries.choose_libraries(options.attention, backend.name, device)
-    settled = dataclasses.replace(settled, backend=backend.name, attention=attention)
+    settled = replace(settled, backend=backend.name, attention=attention)
     settings = settings_of(source.name, source.config, recipes.values(), settled, place)
     emitted = pipeline(settings).emitted(base, observe)
     attention = attention_libraries.choice_text(attention, emitted.graphs.values())
@@ -140,7 +168,7 @@ def _compiled(
         serving=emitted.serving,
         training=emitted.training,
         recipes={name: recipe_fields(recipe) for name, recipe in recipes.items()},
-        options=dataclasses.replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
+        options=replace(settled, dtype=TORCH_NAMES[traced.trace.dtype]),
         constants=traced.trace.constants,
         base_prefix=traced.trace.base_prefix,
         dtype=traced.trace.dtype,
@@ -161,6 +189,10 @@ class CompileArguments(RankOptions, CompileOptions):
             started by torchrun, and all ranks make the same calls.
         device: the device of the weights; by default the GPU if available, else the CPU. Over ranks
             "cuda" is each rank's own GPU, and a GPU that two ranks name is refused.
+        cache: load the program that an equal call has compiled, or keep it, under XDG_CACHE_HOME;
+            not for a model in memory.
+        tokenizer: a directory, a hub id, or a tokenizer of transformers; by default the model's
+            own, for a model in memory that of its `config._name_or_path`.
         verify: compare the logits of a few tokens with those of a model in memory; by default for
             at most 2e9 parameters.
     """
@@ -168,6 +200,8 @@ class CompileArguments(RankOptions, CompileOptions):
     model: Any
     peft: object = None
     device: str | torch.device | None = field(default=None, kw_only=True)
+    cache: bool = field(default=False, kw_only=True)
+    tokenizer: Any = field(default=None, kw_only=True)
     verify: bool | None = field(default=None, kw_only=True)
 
 
@@ -199,7 +233,7 @@ def compile(arguments: CompileArguments) -> Executor:
     if arguments.tp > 1:
         check_same(ranks, "compile", {"costs": "given" if costs else "measured"})
         costs = costs or own_profile(mesh.tp, arguments.dtype, source_of(arguments.model)[0].config)
-        options = dataclasses.replace(arguments, costs=costs)
+        options = replace(arguments, costs=costs)
 
     def compiled_here(
         source: ModelSource,
@@ -215,23 +249,47 @@ def compile(arguments: CompileArguments) -> Executor:
 
         def read() -> tuple[ModelSource, Program, Weights]:
             source = resolve(module, weights=True)
-            program = compiled_here(source, source.config, options)
+            source, _ = labelled(source, source.config, arguments.labels)
+            compile_here = partial(compiled_here, source, source.config, options)
+            program = (
+                _cached(_cache_key(source, arguments, options, device), compile_here)
+                if arguments.cache
+                else compile_here()
+            )
             return source, program, open_weights(source, program)
 
         source, program, checkpoint = agreed(ranks, "compile", read)
-        return make_executor(program, checkpoint, arguments.peft, source.directory, device, mesh)
+        return make_executor(
+            program,
+            checkpoint,
+            arguments.peft,
+            source,
+            device,
+            mesh,
+            tokenizer=arguments.tokenizer,
+        )
+    source, _ = source_of(module, arguments.labels)
+    if source.location:
+        source = replace(source, directory=tokenizer_directory(source.location, downloads=False))
     count = sum(parameter.numel() for parameter in module.parameters())
     verified = count <= VERIFIED_PARAMETERS if arguments.verify is None else arguments.verify
 
     def loaded(whole: bool, options: CompileOptions) -> Executor:
         def trace_here() -> Program:
-            source, _ = source_of(module)
             check_weights(module)
             return compiled_here(source, module, options, whole)
 
         program = agreed(ranks, "compile", trace_here)
         weights = StateDictCheckpoint(module.state_dict(keep_vars=True), program.base_prefix)
-        return make_executor(program, weights, arguments.peft, None, device, mesh)
+        return make_executor(
+            program,
+            weights,
+            arguments.peft,
+            source,
+            device,
+            mesh,
+            tokenizer=arguments.tokenizer,
+        )
 
     def compiled(whole: bool) -> Executor:
         if not verified or options.quantization is None:
@@ -240,7 +298,7 @@ def compile(arguments: CompileArguments) -> Executor:
                 check_logits(executor, module)
             return executor
         # The float program is verified, as quantization changes the logits.
-        check_logits(loaded(whole, dataclasses.replace(options, quantization=None)), module)
+        check_logits(loaded(whole, replace(options, quantization=None)), module)
         return loaded(whole, options)
 
     try:
@@ -248,6 +306,51 @@ def compile(arguments: CompileArguments) -> Executor:
     except LogitsError:
         # Layers with equal modules may depend on their index.
         return compiled(whole=True)
+
+
+def _cache_key(
+    source: ModelSource,
+    arguments: CompileArguments,
+    options: CompileOptions,
+    device: str | torch.device | None,
+) -> str:
+    """Return everything that a program depends on, as text: also pcg's files and the machine."""
+    recipes = _recipes_of(arguments.peft, source.config)
+    place = machine_device(device)
+    names = [option.name for option in dataclasses.fields(CompileOptions)]
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    facts = {
+        "model": [source.name, source.config],
+        "options": {name: getattr(options, name) for name in names},
+        "recipes": {name: recipe_fields(recipe) for name, recipe in recipes.items()},
+        "device": str(place) if place.type == "cpu" else torch.cuda.get_device_properties(place),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": [torch.__version__, importlib.metadata.version("transformers")],
+        "libraries": [
+            find_spec("triton") is not None,
+            *map(is_ready, attention_libraries.LIBRARIES),
+        ],
+        "pcg": [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+    }
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def _cached(key: str, compile_here: Callable[[], Program]) -> Program:
+    """Return the program of a key from the user's cache, or compile it and keep it there."""
+    folder = cache_folder("programs") / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if folder.exists():
+        try:
+            return load_program(folder)
+        except (OSError, ProgramError):  # damaged, and compiled again
+            shutil.rmtree(folder, ignore_errors=True)
+    program = compile_here()
+    # A cache that cannot be written costs time alone.
+    with contextlib.suppress(OSError, ProgramError):
+        save_program(program, folder)
+        kept = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for old in kept[:-MOST_CACHED]:
+            shutil.rmtree(old, ignore_errors=True)
+    return program
 
 
 def _own_sheet(device: torch.device, degree: int) -> str | None:
@@ -281,7 +384,7 @@ def compile_random(
     )
     program = _compiled(source, source.config, None, options, machine_device(device))
     weights = RandomWeights(float(source.config.get("initializer_range", 0.02)), seed)
-    return make_executor(program, weights, None, source.directory, device)
+    return make_executor(program, weights, None, source, device)
 
 
 @dataclass(frozen=True)
@@ -333,14 +436,16 @@ def load(arguments: LoadArguments) -> Executor:
             "where they lie: --weights PATH (weights=PATH)"
         ) from error
     check_same_model(program, source.config, os.fspath(place))
+    source, _ = labelled(source, source.config, program.options.labels)
     checkpoint = open_weights(source, program)
     # A program compiled from a shipped config has no tokenizer; the weights include it.
     has_tokenizer = (folder / "tokenizer.json").exists()
-    tokenizer_directory = folder if has_tokenizer else source.directory
+    if has_tokenizer:
+        source = replace(source, directory=folder)
     device = own_device(machine_device(arguments.device))
     mesh = join_mesh(arguments.sizes(program.options.tp), device, arguments.rank_timeout_s)
     mesh = mesh.sharing(arguments.shard_base)
-    return make_executor(program, checkpoint, None, tokenizer_directory, device, mesh)
+    return make_executor(program, checkpoint, None, source, device, mesh)
 
 
 def trace(model: Any, dtype: str | None = None, *, whole: bool = False) -> TracedModel:
@@ -361,17 +466,20 @@ def make_executor(
     program: Program,
     weights: TensorSource,
     peft: object,
-    directory: Path | None,
+    source: ModelSource | None,
     device: str | torch.device | None = None,
     mesh: RankMesh | None = None,
     place: CallPieces | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> Executor:
     """Return an executor of a program with weights.
 
     Args:
         weights: the weights of the program's base.
         peft: the adapters to add, by name; other values add none.
-        directory: the directory of the tokenizer, or None.
+        source: the location of the base, and the directory of its tokenizer.
+        tokenizer: as in `CompileArguments`.
         device: the device of the weights; by default the GPU if available, else the CPU.
         mesh: the ranks that run it; by default the processes of torchrun.
         place: as in `compile_program`.
@@ -393,23 +501,25 @@ def make_executor(
 
     agreed(ranks, "the device", check)
     check_same_weights(ranks, weights)
-    has_tokenizer = directory is not None and (directory / "tokenizer.json").exists()
-    tokenizer = agreed(
+    directory = None if source is None else source.directory
+    files = None if directory is None else tokenizer_directory(directory, downloads=False)
+    chosen = files if tokenizer is None else tokenizer
+    read = agreed(
         ranks,
         "the tokenizer",
-        lambda: Tokenizer.load(directory) if directory and has_tokenizer else None,
+        lambda: None if chosen is None else Tokenizer.of(chosen),
         tokenizer_facts,
         "Give all ranks the same tokenizer.json, and the files beside it",
     )
-    eos_ids = _eos_ids(program, tokenizer)
     specialiser = BaseSpecialiser(place)
     with on_device(device):
         state = ModelState(
             program,
             weights,
             specialiser,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
+            tokenizer=read,
+            has_own_tokenizer=tokenizer is None and read is not None,
+            base_name="" if source is None else source.location,
             device=device,
             mesh=mesh,
         )
@@ -418,10 +528,3 @@ def make_executor(
         for name, value in peft.items():
             executor.add_adapter(str(name), value)
     return executor
-
-
-def _eos_ids(program: Program, tokenizer: Tokenizer | None) -> frozenset[int]:
-    if tokenizer is not None:
-        return frozenset(tokenizer.eos_ids)
-    eos = program.config.get("eos_token_id")
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

@@ -356,6 +356,25 @@ def exchange(first: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
+@contextlib.contextmanager
+def replacing(target: Path, error_type: type[PcgError]) -> Iterator[Path]:
+    """Yield a path beside a file, which replaces the file when the block has written it.
+
+    Raises:
+        error_type: the file cannot be written; what was there stays.
+    """
+    beside = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield beside
+        sync(beside)
+        beside.replace(target)
+    except OSError as error:
+        raise error_type(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content is on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -160,6 +160,14 @@ def tensors_of(header: GgufHeader) -> dict[str, GgufTensor]:
     return tensors
 
 
+def module_in_file(path: str) -> str | None:
+    """Return the name of a linear module in files, such as blk.0.attn_q; None without one."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", path)
+    names = {module: name for name, module in (_IN_LAYER if match else _OUTSIDE).items()}
+    name = names.get(match[2] if match else path)
+    return f"blk.{match[1]}.{name}" if match and name else name
+
+
 def heads_in_other_order(header: GgufHeader, name: str) -> int:
     """Return the heads of a tensor with rows in llama.cpp's order, by the model's name, else 0."""
     if not architecture_of(header).permutes:

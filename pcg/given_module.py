@@ -6,6 +6,8 @@ compared with the module's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pcg.errors import LogitsError, TraceError, UnsupportedError
+from pcg.ir.program.program import CLASSIFIER, routed_layers
 from pcg.source import ModelSource, resolve
 from pcg.trace.export import arguments_of
-from pcg.trace.model_config import check_module
-from pcg.trace.prepared_module import with_attention
+from pcg.trace.model_config import check_classifier, check_module, with_labels
+from pcg.trace.prepared_module import with_all_logits, with_attention
 
 if TYPE_CHECKING:
     from pcg.runtime.executor import Executor
@@ -29,21 +32,42 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, to
 """Relative error of a token's logits that rounding explains, by the coarsest dtype."""
 
 
-def source_of(model: Any) -> tuple[ModelSource, Any]:
+def source_of(model: Any, labels: Sequence[str] = ()) -> tuple[ModelSource, Any]:
     """Return a model's source, and the object to trace: its configuration, or the module.
 
+    Args:
+        labels: the labels of a sequence classifier over the layers of a checkpoint.
     Raises:
         SourceError: the model cannot be found or read.
-        UnsupportedError: the module is wrapped, or is no causal LM.
+        UnsupportedError: the module is wrapped, or is no causal LM, or labels do not fit.
     """
     if not isinstance(model, nn.Module):
         source = resolve(model)
-        return source, source.config
+        return labelled(source, source.config, labels)
     check_module(model)
     config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr,operator]
+    generation = getattr(model, "generation_config", None)
+    if getattr(generation, "eos_token_id", None) is not None:
+        config["eos_token_id"] = generation.eos_token_id  # type: ignore[union-attr]
     # A user's own architecture may have no name.
     config["model_type"] = config.get("model_type") or type(model).__name__
-    return resolve(config), model
+    if type(model).__name__.endswith(CLASSIFIER):
+        check_classifier(model.config)
+        config["architectures"] = [type(model).__name__]  # the file may name a causal LM
+    return labelled(resolve(config), model, labels)
+
+
+def labelled(source: ModelSource, to_trace: Any, labels: Sequence[str]) -> tuple[ModelSource, Any]:
+    """Return a source as that of a classifier with the labels, if there are any."""
+    if not labels:
+        return source, to_trace
+    if to_trace is not source.config:
+        raise UnsupportedError(
+            "labels are for checkpoints; give AutoModelForSequenceClassification.from_pretrained"
+            "(…, num_labels=…) instead of this model in memory"
+        )
+    config = with_labels(source.config, labels)
+    return replace(source, config=config), config
 
 
 def check_weights(model: nn.Module) -> None:
@@ -64,6 +88,8 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     mask to the module's code, and then greedily decoded tokens. A module that makes a mask of
     numbers itself is also compared far from the first token.
 
+    In 16 bits, rounding may choose other experts for some tokens, so the median token counts there.
+
     Raises:
         LogitsError: they differ by more than rounding.
     """
@@ -75,10 +101,13 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     dtypes = [first.dtype, getattr(torch, executor.state.program.options.dtype or "float32")]
     allowed = max(_TOLERANCES[dtype] for dtype in dtypes)
 
+    is_rounded = min(dtype.itemsize for dtype in dtypes) < 4
+    has_experts = is_rounded and bool(routed_layers(executor.state.program.base)[0])
+    of_tokens = torch.median if has_experts else torch.max
     masks = _OwnMasks()
 
     def expected(tokens: list[int]) -> Tensor:
-        with with_attention(model, None), masks:
+        with with_attention(model, None), with_all_logits(model), masks:
             logits = _logits(model, torch.tensor(tokens, device=first.device))
         if not logits.isfinite().any():
             raise LogitsError(
@@ -93,11 +122,12 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
         for node in block.nodes
         if node.op == "attention"
     ]
-    windows = {window for node in attentions if isinstance(window := node.attribute("window"), int)}
+    seen = (node.get(name) for node in attentions for name in ("window", "chunk"))
+    windows = {size for size in seen if isinstance(size, int)}
     shorter = sorted(window - 1 for window in windows if 2 < window <= _TOKENS)
     for tokens in (ids, ids[:1], *(ids[:count] for count in shorter)):
         logits = expected(tokens)
-        error = _relative_error(executor.logits(tokens).cpu().double(), logits)
+        error = _relative_error(executor.logits(tokens).cpu().double(), logits, of_tokens)
         if error > allowed:
             raise _is_another(
                 name, f"logits of {len(tokens)} tokens are off by {error:.1e} of their size"
@@ -106,11 +136,11 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     if masks.are_numbers and not any(node.get("alibi") for node in attentions):
         far = min(executor.state.max_positions or _FAR_TOKENS, _FAR_TOKENS)
         tokens = (ids * -(-far // _TOKENS))[:far]
-        error = _relative_error(executor.logits(tokens).cpu().double(), expected(tokens))
+        error = _relative_error(executor.logits(tokens).cpu().double(), expected(tokens), of_tokens)
         if error > allowed:
             raise _is_another(name, f"logits of {far} tokens are off by {error:.1e} of their size")
-    if logits.shape[-1] > vocabulary:
-        return  # a decoded token may have no embedding
+    if logits.shape[-1] != vocabulary:
+        return  # a decoded token may have no embedding, and labels have none
     try:
         (output,) = executor.generate([ids], max_new_tokens=_DECODED, ignore_eos=True)
     except UnsupportedError:  # no attention, or no kernel of its size; an engine reports it
@@ -118,11 +148,9 @@ def check_logits(executor: Executor, model: nn.Module) -> None:
     rows = expected([*ids, *output.token_ids])[_TOKENS - 1 : -1]
     chosen = rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
     # Rounding decides between nearly equal logits.
-    short = (rows.max(-1).values - chosen) / _spread(rows)
-    if (short > allowed).any():
-        raise _is_another(
-            name, f"greedy tokens have logits {float(short.max()):.1e} below the best"
-        )
+    short = float(of_tokens((rows.max(-1).values - chosen) / _spread(rows)))
+    if short > allowed:
+        raise _is_another(name, f"greedy tokens have logits {short:.1e} below the best")
 
 
 class _OwnMasks(TorchFunctionMode):
@@ -166,12 +194,14 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     return logits[0].cpu().double()
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a token's logits, relative to their spread around their mean."""
+def _relative_error(
+    actual: Tensor, expected: Tensor, of_tokens: Callable[[Tensor], Tensor]
+) -> float:
+    """Return the error of tokens' logits, relative to their spread around their mean."""
     if actual.shape != expected.shape or not torch.equal(actual.isfinite(), expected.isfinite()):
         return float("inf")
     actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
-    return float(((actual - expected).norm(dim=-1) / _spread(expected)).max())
+    return float(of_tokens((actual - expected).norm(dim=-1) / _spread(expected)))
 
 
 def _spread(logits: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -153,4 +154,6 @@ def _run(*command: str) -> None:
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).strip().splitlines()
         said = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+        if (refusal := re.search(r'#error "(.*)"', said)) is not None:  # of our own source
+            raise UnsupportedError(refusal[1]) from error
         raise UnsupportedError(f"{command[0]} fails: {said[:300]}") from error

@@ -24,6 +24,8 @@ PolicyName = Literal["fair-share", "fcfs", "adapter-clustering", "early-abort"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO = "auto"
 """A dtype or quantization that is chosen by a measurement."""
+NONE = "none"
+"""The quantization that decodes a quantized checkpoint to floating point."""
 STYLES = ("colwise", "rowwise", "replicated")
 """transformers' words for a module's sharding, which a plan over ranks may use."""
 
@@ -34,6 +36,9 @@ class PlanOptions:
 
     Attributes:
         tp: tensor-parallel degree.
+        ep: expert-parallel degree: the experts are in ep parts, and tp / ep ranks share those of a
+            part, each with a part of their matrices. By default what costs least, or what the ranks
+            divide.
         costs: the device that adapters are parallelized for: a name, such as H100, or H100:4 for
             nodes of 4 ranks, or a file of `pcg profile`; by default the data sheet of the present
             device, or its profile, else H100.
@@ -47,8 +52,9 @@ class PlanOptions:
         dtype: float32, bfloat16, float16 or float64; the configuration's dtype by default. A
             program's may be auto: the fastest on its device, measured once on a CPU.
         quantization: the format to quantize the layers' float weights to on loading, such as nf4
-            or int8 (docs/models.md); by default a checkpoint keeps its own format. A program's may
-            be auto: int8 where it was measured to be faster than the dtype.
+            or int8 (docs/models.md); by default a checkpoint keeps its own format, and none decodes
+            it to the dtype on loading. A program's may be auto: int8 where it was measured to be
+            faster than the dtype.
         memory_budget: the memory that finetuning may save for backward: from 1 (the default), which
             recomputes no matrix product, to 0, the least memory; or bytes, such as 8GiB.
         batch: sequences of the finetuning step that the budget is planned for.
@@ -70,6 +76,7 @@ class PlanOptions:
     """True if the options are of a program for this machine, where `auto` can be measured."""
 
     tp: int = 1
+    ep: int | None = None
     costs: str | os.PathLike[str] | None = None
     tp_plan: str | os.PathLike[str] | Mapping[str, str] | None = None
     sequence_parallel: bool = False
@@ -101,13 +108,25 @@ class PlanOptions:
         _ = self.budget
 
     def _check_ranks(self) -> None:
-        for name in ("tp", "gradient_accumulation_steps"):
+        for name in ("tp", "ep", "gradient_accumulation_steps"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if (type(value) is not int or value < 1) and (name != "ep" or value is not None):
                 raise ParallelError(f"{name}={value!r}; use an int of at least 1")
+        if self.ep is not None and self.tp % self.ep:
+            divisors = ", ".join(str(n) for n in range(1, self.tp + 1) if self.tp % n == 0)
+            fitting = f"one of {divisors}" if self.tp > 1 else f"tp={self.ep} with it"
+            raise ParallelError(
+                f"ep={self.ep} and tp={self.tp}: the ranks that share matrices also share the "
+                f"experts, in ep equal parts; use {fitting}, or leave ep out"
+            )
+        if self.ep is not None and self.tp_plan is not None:
+            raise ParallelError(
+                f"ep={self.ep} and a tp_plan, which has the styles of the experts; leave one of "
+                "them out"
+            )
         if self.tp > 1:
             return
-        defaults = {"costs": None, "tp_plan": None, "gradient_accumulation_steps": 1}
+        defaults = {"ep": None, "costs": None, "tp_plan": None, "gradient_accumulation_steps": 1}
         for name, default in defaults.items():
             count = getattr(self, name)
             if count != default:
@@ -143,6 +162,15 @@ class PlanOptions:
         return {} if self.tp_plan is None else _styles(self.tp_plan)
 
 
+def _check_labels(labels: Sequence[str]) -> None:
+    is_list = isinstance(labels, list | tuple) and all(isinstance(x, str) and x for x in labels)
+    if not is_list or len(set(labels)) != len(labels) or len(labels) < 2:
+        raise UnsupportedError(
+            f"labels={labels!r}; give the names of two or more classes, such as "
+            "['negative', 'positive']"
+        )
+
+
 def _styles(plan: str | os.PathLike[str] | Mapping[str, str]) -> dict[str, str]:
     name = "tp_plan"
     if not isinstance(plan, Mapping):
@@ -175,6 +203,8 @@ class CompileOptions(PlanOptions):
             libraries, separated by commas, such as flashinfer for prompts and flash_attn for
             training, for heads that they support (docs/kernels.md); or auto, the installed
             libraries.
+        labels: the names of classes; the program is a sequence classifier over the model's layers,
+            whose head an adapter brings (docs/finetuning.md). Repeatable.
     """
 
     title: ClassVar[str] = PlanOptions.title
@@ -183,14 +213,13 @@ class CompileOptions(PlanOptions):
     backend: Backend = "auto"
     adapter_copies: Literal["bfloat16", "float32"] | None = None
     attention: str = "auto"
+    labels: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.latent_cache and self.backend == "triton":
-            raise UnsupportedError(
-                "latent_cache=True is for backend='torch' and not for backend='triton', whose "
-                "kernels read keys and values; give backend='torch', or leave it out"
-            )
+        if self.labels:
+            _check_labels(self.labels)
+        object.__setattr__(self, "labels", tuple(self.labels or ()))  # lists in files
         if not isinstance(self.attention, str):
             raise UnsupportedError(
                 f"attention={self.attention!r}; use 'auto', 'own' or names of libraries"
@@ -229,6 +258,19 @@ class OptimizerChoice:
     optimizer: str = "adamw"
     optimizer_options: Mapping[str, Any] | None = None
     offload_optimizer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions(OptimizerChoice):
+    """The choice of an optimizer, and its learning rates.
+
+    Attributes:
+        loraplus_lr_ratio: the learning rate of LoRA's matrices B, and of trained biases and DoRA's
+            magnitudes, as a multiple of the learning rate (LoRA+, peft's
+            create_loraplus_optimizer); None for equal rates.
+    """
+
+    loraplus_lr_ratio: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +405,22 @@ class SplitOptions:
 
 
 @dataclass(frozen=True)
+class LossForm:
+    """The form of a training program's loss.
+
+    Attributes:
+        smoothing: the label smoothing.
+        temperature: the divisor of the logits.
+    """
+
+    smoothing: float = 0.0
+    temperature: float = 1.0
+
+
+PLAIN_LOSS = LossForm()
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
     """A bound of the memory that a finetuning step saves for backward: a share, or bytes.
 
@@ -431,14 +489,17 @@ def _not_measured(name: str) -> UnsupportedError:
 
 
 def format_name(name: str | None) -> str | None:
-    """Return the name of a weight format; UnsupportedError if there is none. None for None."""
-    if name is None:
-        return None
+    """Return the name of a weight format, or NONE; UnsupportedError if there is none."""
+    if name in (None, NONE):
+        return name
     if name == AUTO:
         raise _not_measured("quantization")
-    from pcg.formats.registry import find_format  # imports torch
+    from pcg.formats.registry import FORMATS  # imports torch
 
-    return find_format(name).name
+    if name not in FORMATS:
+        known = ", ".join((NONE, *FORMATS))
+        raise UnsupportedError(f"quantization={name!r}; use one of {known}")
+    return name
 
 
 def dtype_name(dtype: object) -> str | None:

@@ -10,36 +10,27 @@ The folder equals quantization on load: `pcg.compile(folder)` has the parts of
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from pcg.checkpoint_writer import check_room, free_folder, shard_limit, write_checkpoint
 from pcg.compiler import compile_program
 from pcg.errors import UnsupportedError, WeightsError
-from pcg.files import check_writable, expanded, sync, sync_names
 from pcg.formats.format import Format
-from pcg.formats.registry import FORMATS, find_format, stored_format
+from pcg.formats.registry import FORMATS, stored_format
 from pcg.gguf_file import SUFFIX
 from pcg.ir.program.program import Program
 from pcg.keywords import takes
 from pcg.runtime.model.weights import Checkpoint
-from pcg.source import COMPOSITE, CONFIG, DOWNLOADED, INDEX, WEIGHTS, ModelSource, resolve
-from pcg.units import parse_bytes, size_text
+from pcg.source import COMPOSITE, resolve
 
-_COPIED = (
-    "additional_chat_templates/*.jinja",
-    *(name for name in DOWNLOADED if "safetensors" not in name and name != CONFIG),
-)
-"""Files of a model beside its weights and its config."""
+_WHAT = "the quantized model"
 
 
 @dataclass(frozen=True)
@@ -83,12 +74,8 @@ def quantize(arguments: QuantizeArguments) -> Path:
         WeightsError: the checkpoint cannot be read, or the folder not be written.
     """
     format_ = _format_with_layout(arguments.format)
-    target = _free_folder(arguments.output)
-    limit = parse_bytes(arguments.max_shard_size)
-    if not limit:
-        raise UnsupportedError(
-            f"max_shard_size={arguments.max_shard_size!r}; use a size with a unit, such as 2GB"
-        )
+    target = free_folder(arguments.output, _WHAT)
+    limit = shard_limit(arguments.max_shard_size)
     source = resolve(arguments.model, weights=True)
     stored = stored_format(source.config)
     if stored is not None:
@@ -111,47 +98,23 @@ def quantize(arguments: QuantizeArguments) -> Path:
     checkpoint = Checkpoint.open(source, program.base_prefix, program.renamings)
     matrices = {_stored_name(checkpoint, matrix.name): matrix for matrix in _matrices(program)}
     _check_layouts(format_, matrices)
-    _check_room(target, checkpoint, format_, matrices)
-    beside = target.parent / f".{target.name}-{secrets.token_hex(4)}"
-    try:
-        beside.mkdir(parents=True)
-        tensors = _tensors(program, checkpoint, format_, matrices)
-        _write_weights(beside, tensors, limit)
-        _write_others(beside, source, _settings(program, format_, matrices))
-        for path in beside.iterdir():
-            if path.is_file():
-                sync(path)
-        beside.rename(target)
-        sync_names(target.parent)
-    except OSError as error:
-        raise WeightsError(
-            f"the quantized model cannot be saved in {target}: {error.strerror or error}; give "
-            "another folder"
-        ) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        checkpoint.release()
+    check_room(target, _size_bytes(checkpoint, format_, matrices), _WHAT)
+    config = {**source.config, "quantization_config": _settings(program, format_, matrices)}
+    tensors = _tensors(program, checkpoint, format_, matrices)
+    write_checkpoint(target, source, config, tensors, limit, _WHAT)
+    checkpoint.release()
     return target
 
 
 def _format_with_layout(name: str) -> Format:
-    format_ = find_format(name)
-    if not format_.library:
-        written = ", ".join(known for known, each in FORMATS.items() if each.library)
-        raise UnsupportedError(
-            f"transformers reads no checkpoint of {name}; use one of {written}, or quantize on "
-            f"loading: quantization={name!r} (--quantization {name})"
-        )
-    return format_
-
-
-def _free_folder(output: str | os.PathLike[str]) -> Path:
-    target = expanded(output)
-    check_writable(target, "the quantized model", WeightsError)
-    target = target.resolve()
-    if target.is_dir() and any(target.iterdir()):
-        raise WeightsError(f"{target} is not empty; give a new folder for the quantized model")
-    return target
+    if name in FORMATS and FORMATS[name].library:
+        return FORMATS[name]
+    written = ", ".join(known for known, each in FORMATS.items() if each.library)
+    loading = f", or quantize on loading: quantization={name!r} (--quantization {name})"
+    raise UnsupportedError(
+        f"transformers reads no checkpoint of {name}; use one of {written}"
+        f"{loading if name in FORMATS else ''}"
+    )
 
 
 def _matrices(program: Program) -> Iterator[_Matrix]:
@@ -189,22 +152,12 @@ def _check_layouts(format_: Format, matrices: Mapping[str, _Matrix]) -> None:
         )
 
 
-def _check_room(
-    target: Path, checkpoint: Checkpoint, format_: Format, matrices: Mapping[str, _Matrix]
-) -> None:
+def _size_bytes(checkpoint: Checkpoint, format_: Format, matrices: Mapping[str, _Matrix]) -> int:
     needed = sum(format_.size_bytes(*matrix.shape) for matrix in matrices.values())
     for name, info in checkpoint.index.items():
         if name not in matrices:
             needed += math.prod(info.shape) * _ITEM_BYTES.get(info.dtype, 4)
-    place = target
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise WeightsError(
-            f"the quantized model takes {size_text(needed)}, and {place} has {size_text(free)} "
-            "free; give a folder on another disk"
-        )
+    return needed
 
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "BOOL": 1}
@@ -230,51 +183,7 @@ def _tensors(
             yield f"{module}.{suffix}", tensor
 
 
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Write safetensors files of at most `limit` bytes, or of a single tensor, and their index."""
-    files: list[list[str]] = []
-    batch: dict[str, Tensor] = {}
-    total_bytes = batch_bytes = 0
-
-    def flush() -> None:
-        save_file(batch, folder / f"{len(files)}.part", metadata={"format": "pt"})
-        files.append(list(batch))
-        batch.clear()
-
-    for name, tensor in tensors:
-        if batch and batch_bytes + tensor.nbytes > limit:
-            flush()
-            batch_bytes = 0
-        batch[name] = tensor.contiguous()
-        batch_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    if len(files) == 1:
-        (folder / "0.part").rename(folder / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(files):
-        file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"{index}.part").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def _settings(program: Program, format_: Format, matrices: Mapping[str, _Matrix]) -> dict[str, Any]:
     quantized = {matrix.name.removesuffix(".weight") for matrix in matrices.values()}
     skipped = [path for path in program.base.linear_modules() if path not in quantized]
     return format_.settings(str(program.options.dtype), skipped)
-
-
-def _write_others(folder: Path, source: ModelSource, settings: Mapping[str, Any]) -> None:
-    config = {**source.config, "quantization_config": settings}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if source.directory is None:
-        return
-    for pattern in _COPIED:
-        for path in source.directory.glob(pattern):
-            if path.is_file():
-                place = folder / path.relative_to(source.directory)
-                place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, place)

@@ -6,23 +6,33 @@ memory, by the id of a config that ships with pcg, or by a hub id. `resolve` tur
 milliseconds.
 """
 
+import dataclasses
 import difflib
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pcg.errors import (
+    AdapterError,
     ConfigError,
     MissingShardError,
     ModelNotFoundError,
     PickleWeightsError,
     WeightsError,
 )
-from pcg.files import check_no_lfs_pointer, expanded, is_file, is_there, read_json
+from pcg.files import (
+    check_no_lfs_pointer,
+    expanded,
+    is_directory,
+    is_file,
+    is_there,
+    read_json,
+    shown_path,
+)
 from pcg.gguf_file import SUFFIX as GGUF
 from pcg.gguf_model import converted
 from pcg.units import shown
@@ -34,11 +44,14 @@ SHIPPED = Path(__file__).with_name("configs")
 MODEL_TYPES = Path(__file__).with_name("trace") / "model_types.json"
 """What pcg makes of every causal LM of transformers, written by tests/support/model_table.py."""
 _LONGEST_ID = 96  # of the hub
+_HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 _INHERITED = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "quantization_config", "tie_word_embeddings", "torch_dtype",
 )  # fmt: skip
 """Fields that a language model takes from its composite checkpoint's config."""
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
+"""Fields of a composite checkpoint's classifier, which its language model's config has, too."""
 _REPAIR = "; repair or download it again"
 
 # Other names of shipped configs: hub ids of models with the same architecture, dtype and context
@@ -76,19 +89,21 @@ ALIASES: Mapping[str, str] = {
     "zai-org/GLM-4.5-Air-Base": "zai-org/GLM-4.5-Air",
 }
 
+TEMPLATE = "chat_template.jinja"
+"""The file of the chat template beside a tokenizer or an adapter."""
 COMPOSITES: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "aria", "deepseek_vl", "exaone4_5", "fuyu", "gemma3", "gemma3n", "gemma4",
             "gemma4_unified", "got_ocr2", "hyperclovax_vision_v2", "internvl", "janus",
             "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision",
-            "mistral3", "moss_transcribe_diarize", "ovis2", "qianfan_ocr", "video_llama_3",
-            "vipllava",
+            "mistral3", "mllama", "moss_transcribe_diarize", "ovis2", "qianfan_ocr",
+            "video_llama_3", "vipllava",
         ),
         "model.language_model",
     ),
-    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "model.text_model"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ""),
+    **dict.fromkeys(("emu3", "idefics2", "idefics3", "smolvlm"), "model.text_model"),
+    **dict.fromkeys(("dots3_note", "llama4", "qwen3_5", "qwen3_5_moe"), ""),
 }  # fmt: skip
 """Types of composite checkpoints whose language model pcg compiles, and its path in the class that
 transformers loads; empty if transformers loads the language model's own class."""
@@ -96,19 +111,19 @@ COMPOSITE = "composite_type"
 """The field of a language model's config with the type of the checkpoint that contains it."""
 
 # Files of a hub repository that a run needs; `model*` excludes copies such as `consolidated.*`.
-DOWNLOADED = (
+TOKENIZER_FILES = (
     "*.model",
     "added_tokens.json",
     "chat_template*",
     "config.json",
     "generation_config.json",
     "merges.txt",
-    "model*.safetensors",
-    "model.safetensors.index.json",
     "special_tokens_map.json",
     "tokenizer*",
     "vocab*",
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+DOWNLOADED = (*TOKENIZER_FILES, "model*.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -121,12 +136,14 @@ class ModelSource:
         directory: the place of config and tokenizer; None for a config without files.
         weight_files: safetensors files in the order of the index, or a GGUF file; empty if there
             are none.
+        location: the hub id, or the path as it was given; adapters name their base by it.
     """
 
     name: str
     config: dict[str, Any] = field(hash=False)
     directory: Path | None = None
     weight_files: tuple[Path, ...] = ()
+    location: str = field(default="", compare=False)
 
 
 def shipped() -> tuple[str, ...]:
@@ -172,7 +189,7 @@ def resolve(
     name = os.fsdecode(model).strip()
     path = expanded(name)
     if name and is_there(path):
-        source = _from_path(path)
+        source = dataclasses.replace(_from_path(path), location=os.fspath(path))
     elif not isinstance(model, str) or _looks_like_path(name):
         raise ModelNotFoundError(
             f"no directory or file {shown(name)}; give a directory with a {CONFIG}, "
@@ -180,6 +197,7 @@ def resolve(
         )
     else:
         source = _from_id(name, weights=weights)
+        source = dataclasses.replace(source, location=source.name)
     if weights and not source.weight_files:
         raise WeightsError(
             f"{source.name} has no weights: neither {WEIGHTS} nor {INDEX} in {source.directory}; "
@@ -195,7 +213,7 @@ def _from_config(config: dict[str, Any], *, weights: bool) -> ModelSource:
     name = str(config.get("_name_or_path") or next(iter(names), config["model_type"]))
     if weights:
         raise WeightsError(f"{name} was given as a config, without weights; give its directory")
-    return ModelSource(name, config)
+    return ModelSource(name, config, location=str(config.get("_name_or_path") or ""))
 
 
 def _from_path(path: Path) -> ModelSource:
@@ -224,7 +242,7 @@ def _from_id(name: str, *, weights: bool) -> ModelSource:
     if config_id is not None and not weights:
         path = SHIPPED / (config_id.replace("/", "--", 1) + ".json")
         return ModelSource(hub_id, _read_config(path))
-    if len(hub_id) > _LONGEST_ID or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+    if len(hub_id) > _LONGEST_ID or not re.fullmatch(_HUB_ID, hub_id):
         raise ModelNotFoundError(
             f"{shown(name)} is neither a path nor a hub id (owner/name)" + _suggestions(name)
         )
@@ -286,7 +304,7 @@ def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
             files = ()
         if files or not weights:
             return ModelSource(hub_id, config, directory, files)
-    directory = _download(hub_id, weights=weights)
+    directory = _download(hub_id, DOWNLOADED if weights else (CONFIG,))
     return ModelSource(
         hub_id,
         _read_config(directory / CONFIG),
@@ -295,8 +313,8 @@ def _from_hub(hub_id: str, *, weights: bool) -> ModelSource:
     )
 
 
-def _download(hub_id: str, *, weights: bool) -> Path:
-    """Fetch the needed files of a hub repository; return its folder in the cache."""
+def _download(hub_id: str, patterns: Sequence[str]) -> Path:
+    """Fetch files of a hub repository; return its folder in the cache."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -304,28 +322,127 @@ def _download(hub_id: str, *, weights: bool) -> Path:
         # A single request, without the downloader's half minute of retries, to see if the model
         # exists.
         huggingface_hub.HfApi().model_info(hub_id, timeout=10)
-        if weights:
-            return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=[*DOWNLOADED]))
-        return Path(huggingface_hub.hf_hub_download(hub_id, CONFIG)).parent
+        if patterns == (CONFIG,):  # hf_hub_download reports a missing file
+            return Path(huggingface_hub.hf_hub_download(hub_id, CONFIG)).parent
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=[*patterns]))
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
             f"{hub_id} is gated on the hub; accept its licence there, then run `hf auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub has no model {hub_id}, or it is private (`hf auth login`)"
-            + _suggestions(hub_id)
+            f"the hub has no {hub_id}, or it is private (`hf auth login`)" + _suggestions(hub_id)
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise ConfigError(f"{hub_id} has no {CONFIG} on the hub; is it an adapter?") from error
     except Exception as error:  # the type depends on the HTTP library of huggingface_hub
+        is_shipped = hub_id.lower() in _names()
+        known = f"the configuration of {hub_id} ships with pcg, but its weights are"
+        suggestions = "" if is_shipped or patterns == ADAPTER_FILES else _suggestions(hub_id)
         raise ModelNotFoundError(
-            f"{hub_id} is not in the local Hugging Face cache, and the hub cannot be reached "
-            f"({type(error).__name__}); go online, or give a directory" + _suggestions(hub_id)
+            f"{known if is_shipped else f'{hub_id} is'} not in the local Hugging Face cache, and "
+            f"the hub cannot be reached ({type(error).__name__}); go online, or give a directory"
+            + suggestions
         ) from error
 
 
+def tokenizer_directory(model: str | os.PathLike[str], *, downloads: bool) -> Path | None:
+    """Return the directory with the tokenizer of a model; None if there is none.
+
+    Args:
+        model: a directory, a GGUF file, or a hub id.
+        downloads: False to look only in the local Hugging Face cache.
+    Raises:
+        ModelNotFoundError: the hub has no such model, or cannot be reached.
+    """
+    path = expanded(model)
+    if is_file(path) and path.suffix == GGUF:
+        path = converted(path)
+    if is_directory(path):
+        return path if is_file(path / "tokenizer.json") else None
+    name = os.fspath(model)
+    if not isinstance(model, str) or not re.fullmatch(_HUB_ID, name):
+        return None
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    return _download(name, TOKENIZER_FILES) if downloads else None
+
+
+def adapter_directory(adapter: str | os.PathLike[str]) -> Path:
+    """Return an adapter's directory: a path, or the folder of a hub id in the cache.
+
+    Raises:
+        ModelNotFoundError: there is no such directory, and the hub has no such adapter or cannot be
+            reached.
+    """
+    path, name = expanded(adapter), os.fspath(adapter)
+    if is_there(path) or name.count("/") != 1 or not re.fullmatch(_HUB_ID, name):
+        return path
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(name, ADAPTER_FILES[0])
+    if isinstance(cached, str):
+        return Path(cached).parent
+    return _download(name, ADAPTER_FILES)
+
+
 # --------------------------------------------------------------------------------------- files
+
+
+def push_adapter(
+    adapter: str | os.PathLike[str],
+    repo: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    message: str = "Upload an adapter",
+) -> str:
+    """Upload a saved adapter with its model card and tokenizer; return the address of the commit.
+
+    Other files of the directory, such as checkpoints and the record with its samples, stay.
+
+    Args:
+        repo: the hub's OWNER/NAME; created if it does not exist.
+        private: create a private repository; None for the owner's default.
+        token: the hub's token; by default that of `hf auth login` or HF_TOKEN.
+        message: the message of the commit.
+    Raises:
+        AdapterError: the directory has no adapter, or the hub refuses the upload.
+    """
+    directory = expanded(adapter)
+    absent = [name for name in ADAPTER_FILES if not is_file(directory / name)]
+    if absent:
+        raise AdapterError(f"{shown_path(directory)} has no {absent[0]}; give a saved adapter")
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    api = huggingface_hub.HfApi(token=token)
+    patterns = [*ADAPTER_FILES, "README.md", "tokenizer*.json", "special_tokens_map.json"]
+    try:
+        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        commit = api.upload_folder(
+            repo_id=repo,
+            folder_path=directory,
+            commit_message=message,
+            allow_patterns=[*patterns, TEMPLATE],
+        )
+    except Exception as error:  # the type depends on the HTTP library of huggingface_hub
+        reason = str(error).strip().partition("\n")[0]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        fix = "correct OWNER/NAME"
+        if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
+            fix = "log in by `hf auth login` as one who may write there"
+        elif status is None and not isinstance(error, ValueError):
+            fix = "go online"
+        elif status is not None and status >= 500:
+            fix = "try again later"
+        raise AdapterError(
+            f"{repo} cannot be written on the hub ({type(error).__name__}: {reason}); {fix}"
+        ) from error
+    return str(commit.commit_url)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -354,7 +471,8 @@ def _checked(config: dict[str, Any], where: str) -> dict[str, Any]:
     if model_type not in COMPOSITES or not isinstance(text, dict):
         return config
     inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
-    language_model = {**inherited, **text, COMPOSITE: model_type}
+    of_labels = {key: config[key] for key in _OF_LABELS if config.get(key) is not None}
+    language_model = {**inherited, **text, **of_labels, COMPOSITE: model_type}
     if COMPOSITES[model_type] and "tie_word_embeddings" in config:
         language_model["tie_word_embeddings"] = config["tie_word_embeddings"]
     return _checked(language_model, f"text_config of {where}")

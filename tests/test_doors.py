@@ -35,7 +35,7 @@ from tests.support.hostile import DIGITS, NESTED, PATHS, damaged, mangled, text_
 from tests.support.small_job import examples, job, make_model
 from tests.support.text_model import CHATS, ROWS, save_text_model
 
-SIZES, LONG = ModelSizes(512, 64), ModelSizes(512, None)
+SIZES, LONG = ModelSizes(512, 512, 64), ModelSizes(512, 512, None)
 ANY = ReadOptions()
 FUZZ = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG_FUZZ = settings(FUZZ, max_examples=6)

@@ -408,8 +408,9 @@ def check_rows(results: Results) -> None:
         assert "greedy tokens of 1B in bf16" in rows["8B"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["kernels", pytest.param("8B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["kernels", "8B"])
 def test_a_dry_run(tmp_path: Path, name: str) -> None:
     """The same code with small sizes, as far as it does not take long."""
     results = dry(tmp_path, "--only", name)

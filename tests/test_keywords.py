@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,15 @@ import pytest
 
 import pcg
 from pcg.errors import FinetuneError, UnsupportedError
-from pcg.keywords import field_docs, takes
+from pcg.keywords import NAMES, check_names, field_docs, takes
+from pcg.options import CompileOptions
+from pcg.peft.lora import LoraConfig
 from pcg.runtime.sampling.sampling_params import SamplingFields, SamplingParams
+from pcg.runtime.training.options import FinetuneArguments
+from pcg.serve.engine.options import ServeOptions
+from pcg.train.grpo.options import GrpoOptions
+from pcg.train.grpo.train import GRPO_KEYS
+from pcg.train.sft import SFT_KEYS
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,6 +98,35 @@ def test_a_wrong_name_is_refused_with_the_closest() -> None:
         pcg.compile("model", dtpye="float32")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing a required argument: 'path'"):
         show()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("lr", FinetuneArguments, "the name here is 'learning_rate'"),
+        ("num_train_epochs", FinetuneArguments, "the name here is 'epochs'"),
+        ("per_device_train_batch_size", FinetuneArguments, "the name here is 'batch_size'"),
+        ("lr_scheduler_type", FinetuneArguments, "the name here is 'schedule'"),
+        ("schedule", GrpoOptions, "the name here is 'lr_scheduler_type'"),
+        ("eval_steps", FinetuneArguments, "the name here is 'eval_every'"),
+        ("lora_r", FinetuneArguments, 'give peft a recipe, such as {"peft_type": "LORA"'),
+        ("max_tokens", SamplingParams, "the name here is 'max_new_tokens'"),
+        ("max_tokens", GrpoOptions, "the name here is 'max_completion_length'"),
+        ("load_in_4bit", CompileOptions, "give quantization nf4"),
+        ("tensor_parallel_size", CompileOptions, "the name here is 'tp'"),
+        ("torch_dtype", CompileOptions, "the name here is 'dtype'"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_ours(name: str, known: type, hint: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"unknown option '{name}'; {re.escape(hint)}"):
+        check_names([name], [field.name for field in dataclasses.fields(known)])
+
+
+def test_our_names_are_options() -> None:
+    owners = (*SFT_KEYS, *GRPO_KEYS, FinetuneArguments, SamplingParams, LoraConfig, ServeOptions)
+    ours = {field.name for owner in owners for field in dataclasses.fields(owner)}
+    ours |= inspect.signature(pcg.compile).parameters.keys()
+    assert not NAMES.keys() - ours
 
 
 def test_public_functions_document_each_of_their_options() -> None:

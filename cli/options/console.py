@@ -1,18 +1,19 @@
 """Output of the commands: results on standard output, everything else on standard error.
 
-Consoles are created on first use, as rich is slow to import and tests replace the streams. An
---html path is checked before the work; its page is written atomically.
+Consoles are created on first use, as rich is slow to import and tests replace the streams. The path
+of a file is checked before the work; a page is written atomically.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pcg.errors import PcgError
 from pcg.files import check_writable, is_directory, is_file, is_there
@@ -21,6 +22,9 @@ from pcg.units import size_text
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+_WIDEST = 10_000
 
 
 def out() -> Console:
@@ -60,13 +64,36 @@ def busy(what: str) -> Iterator[None]:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Return an empty table with these columns; the columns in `right` hold numbers."""
+    """Return an empty table with these columns; the columns in `right` hold numbers.
+
+    `print_table` wraps text, and never cuts a number.
+    """
     from rich.table import Table
 
     rows = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        rows.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+        is_number = name in right
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        rows.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
     return rows
+
+
+def print_table(rows: Table, console: Console | None = None) -> None:
+    """Print a table: a line for each row, or wrapped text on a terminal.
+
+    A table whose numbers and words need more columns than the terminal has is wider.
+    """
+    from rich.measure import Measurement
+
+    console = console or out()
+    size = Measurement.get(console, console.options.update(max_width=_WIDEST), rows)
+    width = max(console.width, size.minimum) if console.is_terminal else size.maximum
+    console.print(rows, width=width, crop=False)
+
+
+def plain_text(text: str) -> str:
+    """Return a help text without rich's markup."""
+    return re.sub(r"(?<!\\)\[/?[a-z ]*\]", "", text).replace("\\[", "[")
 
 
 def plain(value: Any) -> str:
@@ -77,17 +104,17 @@ def plain(value: Any) -> str:
 # -------------------------------------------------------------------------------------------- pages
 
 
-def check_page(path: Path) -> None:
-    """Refuse an --html path that cannot be written, before the work."""
+def check_page(path: Path, option: str = "--html") -> None:
+    """Refuse a file that cannot be written, before the work."""
     if is_there(path) and not is_file(path):
         kind = "a directory" if is_directory(path) else "not a regular file"
-        raise PcgError(f"--html {path}: it is {kind}; name a file, as report.html")
+        raise PcgError(f"{option} {path}: it is {kind}; name a file")
     if not is_directory(path.parent):
         raise PcgError(
-            f"--html {path}: there is no directory {path.parent}; make it first, or name a "
+            f"{option} {path}: there is no directory {path.parent}; make it first, or name a "
             "file elsewhere"
         )
-    check_writable(path.parent, f"the page {path.name}", PcgError)
+    check_writable(path.parent, f"{option} {path.name}", PcgError)
 
 
 def show_report(value: Any, text: str, html: Path | None, json: bool) -> None:

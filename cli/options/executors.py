@@ -150,7 +150,7 @@ def open_executor(
             "shard_base": over.shard_base,
             "rank_timeout_s": place.rank_timeout_s,
         }
-        return compiler.compile(where, peft, **ranks, **compiling)
+        return compiler.compile(where, peft, cache=True, **ranks, **compiling)
 
 
 def _connected(

@@ -34,8 +34,9 @@ from typing import (
 
 import typer
 
-from pcg.files import expanded
-from pcg.keywords import field_docs
+from pcg.errors import UnsupportedError
+from pcg.files import expanded, read_text
+from pcg.keywords import check_names, field_docs
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -119,7 +120,9 @@ def convert(value: Any, hint: Any) -> Any:
         return _mapping(value, inner[1])
     if _is_fixed(kinds[0]):
         return tuple(_parsed(text, each) for text, each in zip(value, inner, strict=True))
-    texts = [part for text in value for part in (text.split(",") if inner[0] is int else [text])]
+    texts = [
+        part for text in value for part in (text.split(",") if inner[0] in (int, float) else [text])
+    ]
     return tuple(_parsed(text, inner[0]) for text in texts)
 
 
@@ -204,7 +207,7 @@ def _names(text: str) -> str | tuple[str, ...]:
 
 def _mapping(texts: Sequence[str], hint: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    if hint is float:  # numbers contain no commas
+    if hint is float or hint is str:  # neither numbers nor names of columns contain commas
         texts = [part.strip() for text in texts for part in text.split(",")]
     for each in texts:
         name, equals, text = each.partition("=")
@@ -334,10 +337,71 @@ class OptionGroup(ABC):
         """Build the group from the values that typer has read."""
 
 
+def _read_config(ctx: typer.Context, path: Path | None) -> None:
+    """Take the options that the command line does not set from a file.
+
+    Raises:
+        FinetuneError: the file is no YAML of options.
+        UnsupportedError: an option is unknown.
+    """
+    if path is None:
+        return
+    from pcg.train.config_file import parse_yaml
+
+    values = parse_yaml(read_text(path, UnsupportedError), str(path))
+    if not isinstance(values, Mapping):
+        raise UnsupportedError(f"{path} has to be an object: an option and its value on each line")
+    params = {each.name: each for each in ctx.command.params if each.name not in ("config", "help")}
+    named = {str(name).replace("-", "_"): value for name, value in values.items()}
+    try:
+        check_names(named, params)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from error
+    ctx.default_map = {
+        name: _typed(value, params[name]) for name, value in named.items() if value is not None
+    }
+
+
+def _typed(value: Any, option: Any) -> Any:
+    """Return a value of a file as the texts that a command line has; a flag stays a bool."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={_text(item)}" for name, item in value.items()]
+    if isinstance(value, list):
+        texts = [_text(item) for item in value]
+        return texts if option.multiple or option.nargs > 1 else ",".join(texts)
+    if isinstance(value, bool) and getattr(option, "is_flag", False):
+        return value
+    return [_text(value)] if option.multiple else _text(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_FEW = 16
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of option names and values; the command line takes precedence.",
+            metavar="FILE.yaml",
+            show_default=False,
+            is_eager=True,
+            callback=_read_config,
+        ),
+    ],
+)
+"""The option of commands with more than `_FEW` options."""
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command for typer: the fields of its dataclass parameters become options.
 
-    Dataclasses that share a field name share the option.
+    Dataclasses that share a field name share the option. A command with many options also
+    reads them from a file.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: dict[str, inspect.Parameter] = {}
@@ -352,6 +416,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         groups[parameter.name] = collect, [option.name for option in options]
         for option in options:
             parameters.setdefault(option.name, option.parameter)
+
+    if len(parameters) > _FEW:
+        parameters.setdefault("config", _CONFIG)
 
     @functools.wraps(command)
     def call(**values: Any) -> None:

@@ -12,6 +12,7 @@ from pcg.explain.step_memory import bytes_at, formula_text
 from pcg.ir.analysis.storages import SEQUENCES, TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import OPERATORS, operator
+from pcg.ir.operators.experts import PackRows
 from pcg.ir.operators.lossy import Encoder
 from pcg.ir.program.program import TrainingGraph
 from pcg.ir.types import CONTEXT, TORCH_NAMES, TensorType, tokens_at
@@ -25,6 +26,8 @@ def decisions(
 ) -> Iterator[SavedTensor]:
     """Yield the decision on each tensor of a layer, in the graph's order, without views."""
     graph = kind.gradients.graph
+    packs = tuple(node for node in plan.forward.nodes if node.op == PackRows.name)
+    graph = graph.replace(nodes=(*graph.nodes, *packs))
     storages = Storages.of(graph)
     saved = {storages[name].name for name in plan.saved}
     readers = _readers(plan.backward)
@@ -113,7 +116,8 @@ def _readers(backward: Graph | None) -> dict[str, tuple[str, ...]]:
 
 
 def _is_encoded(storage: Storage) -> bool:
-    return storage.op == "pack_signs" or isinstance(OPERATORS.get(storage.op), Encoder)
+    packs = ("pack_signs", PackRows.name)
+    return storage.op in packs or isinstance(OPERATORS.get(storage.op), Encoder)
 
 
 def _why_saved(
@@ -125,6 +129,8 @@ def _why_saved(
         return "the layer's input: nothing in the layer computes it"
     if storage.op == "pack_signs":
         return "backward reads one bit an element of it"
+    if storage.op == PackRows.name:
+        return "at most: only the rows of the rank's experts are saved"
     entry = OPERATORS.get(storage.op)
     if isinstance(entry, Encoder) and plan.backward is not None:
         maker = kind.gradients.graph.producers[storage.name]

@@ -20,6 +20,7 @@ from pcg.explain.report_builder import build_report
 from pcg.explain.stage_memory import pipeline_step, with_stages
 from pcg.given_module import source_of
 from pcg.ir.analysis.storages import TOKENS_OF_BATCH
+from pcg.ir.program.program import is_classifier
 from pcg.keywords import takes
 from pcg.options import ExplainOptions
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator
@@ -88,9 +89,9 @@ def compared(model: Any, pefts: Mapping[str, object], options: ExplainOptions) -
         options.optimizer, options.optimizer_options, options.offload_optimizer
     )
     optimizer.check_parted(options.tp)
-    source, to_trace = source_of(model)
-    composite = source.config.get(COMPOSITE, "")
-    recipes = {name: recipes_of(peft, composite) for name, peft in pefts.items()}
+    source, to_trace = source_of(model, options.labels)
+    composite, of_labels = source.config.get(COMPOSITE, ""), is_classifier(source.config)
+    recipes = {n: recipes_of(peft, composite, of_labels=of_labels) for n, peft in pefts.items()}
     costs = find_cost_model(costs_name(options.costs, options.gpus)) if options.tp > 1 else None
     context, staged, step = None, None, options
     if options.pp > 1:

@@ -63,18 +63,14 @@ def adapter_use(
         AdapterError: a recipe fits no module of the model.
         UnsupportedError: names a recipe's feature that pcg does not support.
     """
+    bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     shapes = model.module_shapes()
     trained: list[Shape] = []
     for recipe in recipes.values():
-        attached = bypasses_of(model, [recipe], model_type, dtype)
-        trained += {
-            parameter.source.format(layer=layer): parameter.type.features
-            for parameter, layer in model.parameters()
-            if parameter.source in attached.of(layer).biases
-        }.values()
         networks = recipe.bypasses_in(model, model_type)
+        replaced = recipe.replaced_in(model, networks).values()
+        trained += [parameter.type.features for _, parameter in replaced]
         trained += recipe.trained_shapes(networks, shapes)
-    bypasses = bypasses_of(model, recipes.values(), model_type, dtype)
     return AdapterUse(bypasses, tuple(trained))
 
 
@@ -97,13 +93,11 @@ def shaped_adapters(
                 model_type=model_type,
                 base_weights=base,
             )
-            biases = {
-                module: torch.empty(parameter.type.features, dtype=dtype)
-                for parameter, layer in model.parameters()
-                for module, _, kind in [parameter.source.format(layer=layer).rpartition(".")]
-                if kind == "bias" and recipe.trains_bias(module, fresh.weights)
+            replaced = {
+                name: torch.empty(parameter.type.features, dtype=dtype)
+                for name, (_, parameter) in recipe.replaced_in(model, fresh.weights).items()
             }
-            adapters.append(replace(fresh, biases=biases))
+            adapters.append(replace(fresh, replaced=replaced))
     return adapters
 
 

@@ -7,6 +7,7 @@ sequence length, so that formulas and numbers agree to the byte.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -38,7 +39,7 @@ from pcg.explain.step_memory import (
 )
 from pcg.ir.operators.attention import BLOCK_BYTES
 from pcg.ir.program.layer_order import gathers_of_step, layers_of_pass
-from pcg.ir.program.saved_memory import saved_memory, window_memory
+from pcg.ir.program.saved_memory import balanced_memory, saved_memory, window_memory
 from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES
 from pcg.kernels.triton.backend import backend_for
 from pcg.passes.graphs.differentiate import LayerKind
@@ -48,9 +49,13 @@ from pcg.passes.pipeline import in_order
 from pcg.passes.stages import TrainedModel
 from pcg.peft.recipe import Recipe
 from pcg.ranks.shards import part_bytes
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.memory.host_memory import SLACK
 from pcg.runtime.memory.recurrent_states import bytes_of_states
 from pcg.runtime.training.recorded.warm_job import why_not_recorded
+
+_WINDOW = Limits().tokens
+"""Tokens of a window that has an engine's step to itself."""
 
 
 def build_report(planned: PlannedModel) -> Report:
@@ -69,13 +74,14 @@ def build_report(planned: PlannedModel) -> Report:
     if states := bytes_of_states(planned.base):
         notes.append(
             f"kv_cache counts {states:,} bytes of recurrent state for each sequence of S tokens; "
-            "token-level keeps as many, uncounted, at each end of a window within a sequence"
+            f"token-level counts as many at {_ends_within_sequences(planned)} ends of windows, of "
+            f"{_WINDOW:,} tokens, within a sequence"
         )
     backend = backend_for(setup.device, planned.base)
     if setup.device == "cuda" and backend.name == "torch":
         notes.append(
-            "attention: where PyTorch's flash kernels do not know it, a GPU has scores of at most "
-            f"{BLOCK_BYTES // 2**20} MiB at once, which are not counted"
+            "attention: where PyTorch's flash kernels do not support it, a GPU holds at most "
+            f"{BLOCK_BYTES // 2**20} MiB of scores; workspace counts them for caps, sinks and masks"
         )
     stages: list[Stage] = []
     untrained: sympy.Expr = sympy.S.Zero
@@ -224,10 +230,22 @@ def _own_stages(planned: PlannedModel, plain: MemoryPlan | None) -> Iterable[Sta
         if plan is not None:
             memory = saved_memory(trained.model, plan)
             yield _stage(name, memory.total, memory.layers, at, plan.recompute_flops_ratio)
+    balanced = balanced_memory(trained.model, trained.plan)
+    if balanced != memory:
+        ratio = trained.plan.recompute_flops_ratio
+        yield _stage("even-routing", balanced.total, balanced.layers, at, ratio)
     if planned.windowed is not None:
-        windows = window_memory(trained.model, planned.windowed)
+        ends = _ends_within_sequences(planned)
+        windows = window_memory(trained.model, planned.windowed, ends)
         ratio = planned.windowed.recompute_flops_ratio
         yield _stage("token-level", windows.total, windows.layers, at, ratio)
+
+
+def _ends_within_sequences(planned: PlannedModel) -> int:
+    """Return how many of a step's windows end within a sequence."""
+    seq = planned.setup.seq
+    last = planned.setup.batch * seq - 1
+    return last // _WINDOW - last // math.lcm(_WINDOW, seq)
 
 
 def recipes_text(recipes: Mapping[str, Recipe]) -> str | None:

@@ -7,8 +7,9 @@
 
 The sum of `int8` is an integer, so that a token has the same bits in any batch. Both have
 dx = dy (q ⊙ s), in floating point: the gradient passes x's rounding unchanged. On CPUs without the
-native kernel oneDNN runs the product by a packed copy of q. `int8_weight` is the layout of LLM.int8
-checkpoints (bitsandbytes), without its outlier columns.
+native kernel oneDNN runs the product by a packed copy of q, or, as its sums overflow without VNNI,
+fp32 products of so few columns that they are exact integers. `int8_weight` is the layout of
+LLM.int8 checkpoints (bitsandbytes), without its outlier columns.
 
     8 + 32/in bits a weight
 """
@@ -25,6 +26,8 @@ from pcg.formats import native
 from pcg.formats.format import Format, Layout, Parts, Span, StoredMatrix
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
+_EXACT = 1024
+"""Columns whose products sum to an integer that fp32 has exactly: 127² · 1024 < 2²⁴."""
 FEW_STEPS = 10
 """Mean magnitude of a token's x8 below which it is coarse (`benchmarks/quantized.py`): without a
 second product the perplexity of SmolLM2-135M grows by 6.6 %, with it by 0.6 %; random Gaussian
@@ -85,6 +88,8 @@ class Int8(Format):
         if native.multiplies_integers():
             sums = parts["codes"].sum(1, dtype=torch.int32)
             return Parts({**parts.tensors, "sums": sums}, parts.rows, parts.columns)
+        if not torch.cpu._is_vnni_supported():  # oneDNN's sums of pairs overflow 16 bits
+            return parts
         packed = torch.ops.onednn.qlinear_prepack(parts["codes"], None)
         return Parts({**parts.tensors, "packed": packed}, parts.rows, parts.columns)
 
@@ -142,10 +147,19 @@ class Int8(Format):
                 1.0, 0, torch.float32, "none", [], "",
             )  # fmt: skip
             return product
-        codes, signed = parts["codes"][start:stop], x.to(torch.int8)
-        if signed.is_cuda:
-            signed, codes = padded_for_cuda(signed, codes)
+        codes = parts["codes"][start:stop]
+        if not x.is_cuda:  # _int_mm is exact on CPUs, too, and takes thirty times as long
+            return torch.cat([_exact(x, tile) for tile in codes.split(_EXACT)], 1)
+        signed, codes = padded_for_cuda(x.to(torch.int8), codes)
         return torch._int_mm(signed, codes.t())[: len(x), : stop - start].to(torch.float32)
+
+
+def _exact(x: Tensor, codes: Tensor) -> Tensor:
+    """Return x qᵀ in fp32, of integers x, by exact sums over few columns."""
+    y = x.new_zeros(len(x), len(codes))
+    for some, part in zip(x.split(_EXACT, 1), codes.split(_EXACT, 1), strict=True):
+        y.addmm_(some, part.to(x.dtype).t())
+    return y
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:

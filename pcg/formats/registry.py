@@ -57,15 +57,6 @@ class _Formats(dict[str, Format]):
 FORMATS: Mapping[str, Format] = _Formats({format_.name: format_ for format_ in _FIXED})
 
 
-def find_format(name: str) -> Format:
-    """Return the format of a name. UnsupportedError: there is none; names the known."""
-    if name not in FORMATS:
-        raise UnsupportedError(
-            f"no weight format is named {name!r}; use one of {', '.join(FORMATS)}"
-        )
-    return FORMATS[name]
-
-
 EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",),),

@@ -44,6 +44,7 @@ class Parameter:
         rows: range of the source's rows, its last dim but one, or a vector's entries; None for all.
         copies: number of consecutive ranks that hold the same part of the first dim; an unsharded
             value repeats each row of the source this many times.
+        experts: number of experts that share the value's ranks, of LoRA on experts.
     """
 
     value: Value
@@ -54,6 +55,7 @@ class Parameter:
     degree: int = 1
     rows: tuple[int, int] | None = None
     copies: int = 1
+    experts: int = 1
 
     @property
     def name(self) -> str:

@@ -32,6 +32,7 @@ EACH_LAYER = "layers.{layer}"
 
 
 _OF_PARAMETER = ":"
+_OF_EMBEDDING = ":embedding"
 
 
 def parameter_path(source: str, experts: int) -> str:
@@ -48,7 +49,22 @@ def parameter_path(source: str, experts: int) -> str:
 def parameter_of(path: str) -> tuple[str, int] | None:
     """Return the name and the number of experts of a parameter's path; None for a module's path."""
     module, *rest = path.split(_OF_PARAMETER)
-    return (f"{module}.{rest[0]}", int(rest[1])) if rest else None
+    return (f"{module}.{rest[0]}", int(rest[1])) if len(rest) == 2 else None
+
+
+def embedding_path(module: str) -> str:
+    """Return the path of a token embedding that adapters adapt: module:embedding."""
+    return module + _OF_EMBEDDING
+
+
+def is_embedding(path: str) -> bool:
+    """Return whether the path is of `embedding_path`."""
+    return path.endswith(_OF_EMBEDDING)
+
+
+def module_name(path: str) -> str:
+    """Return the module's path in the model, without the mark of an embedding."""
+    return path.removesuffix(_OF_EMBEDDING)
 
 
 def layer_path(layer: int) -> str:

@@ -6,15 +6,16 @@ quotes, on one line, with the escapes that `pcg.ir.printer` writes.
     graph      := "graph" @name "(" [value {"," value} [","]] ")" "{" {parameter} {node} return "}"
     value      := %name ":" type
     parameter  := role value "=" string ["transposed"] ["rows" number number]
-                  ["copies" number] [part]
+                  ["copies" number] ["experts" number] [part]
                                                                role: frozen | constant | adapter
-    part       := ("dim" "-" number | "copy" | "summand") "of" number
+    part       := (("dim" | "routed") "-" number [shared] | "copy" | "summand") "of" number
+    shared     := "by" number ["dim" "-" number]
     node       := value {"," value} "=" op "(" [%name {"," %name}] ")" [attributes] [@scope]
     attributes := "{" name "=" attribute {"," name "=" attribute} "}"
     attribute  := "True" | "False" | ["-"] number | ["-"] "inf" | string | "(" {int ","} [int] ")"
     return     := "return" [%name {"," %name}]
     type       := dtype "[" [dim {"," dim}] "]"
-    dim        := product [("|" | "=" | "+") degree]
+    dim        := product [("|" | "=" | "+" | "~") degree]
     sum        := product {("+" | "-") product}
     product    := ["-"] power {("*" | "/") power}
     power      := atom ["**" ["-"] int | "**" "(" "-" int ")"]
@@ -52,7 +53,7 @@ _TOKEN = re.compile(
     |(?P<string>{_STRING})
     |(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)
     |(?P<word>[A-Za-z_][A-Za-z0-9_]*)
-    |(?P<sign>\*\*|[(){{}}\[\],:=|+*/-])""",
+    |(?P<sign>\*\*|[(){{}}\[\],:=|+*/~-])""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:u\{([0-9a-fA-F]{1,6})\}|(.))")
@@ -258,6 +259,7 @@ class _Parser(TokenReader):
         number = "the number of a row"
         rows = (self._count(number), self._count(number)) if self.accept("rows") else None
         copies = self._count("a number of copies") if self.accept("copies") else 1
+        experts = self._count("a number of experts") if self.accept("experts") else 1
         part, degree = self._part()
         return Parameter(
             value,
@@ -268,6 +270,7 @@ class _Parser(TokenReader):
             degree=degree,
             rows=rows,
             copies=copies,
+            experts=experts,
         )
 
     def _count(self, expected: str) -> int:
@@ -276,13 +279,19 @@ class _Parser(TokenReader):
     def _part(self) -> tuple[Layout, int]:
         for state, word in PARTS.items():
             if self.accept(word):
-                dim = 0
-                if state is State.PARTITIONED:
-                    self.expect("-")
-                    dim = -self._count("the dim that ranks hold parts of")
+                dim, sharers, part = 0, 1, 0
+                if state in (State.PARTITIONED, State.ROUTED):
+                    dim = self._place()
+                if self.accept("by"):
+                    sharers = self._count("a number of ranks")
+                    part = self._place() if self.accept("dim") else 0
                 self.expect("of")
-                return Layout(state, dim), self._count("a number of ranks")
+                return Layout(state, dim, sharers, part), self._count("a number of ranks")
         return WHOLE, 1
+
+    def _place(self) -> int:
+        self.expect("-")
+        return -self._count("the dim that ranks hold parts of")
 
     def _node(self) -> Node:
         outputs = self._several(self._value)
@@ -368,13 +377,13 @@ class _Parser(TokenReader):
         while not self.accept("]"):
             dims.append(self._dim())
             if not self.next_is("]"):
-                self.expect(",", "]", *(() if dims[-1].degree > 1 else ("|", "=", "+")))
+                self.expect(",", "]", *(() if dims[-1].degree > 1 else ("|", "=", "+", "~")))
         return TensorType(dtype.text, tuple(dims))
 
     def _dim(self) -> Dim:
         expression = sympy.Mul(*self._factors())
         size: Size = int(expression) if expression.is_Integer else expression
-        if not self.next_is("|", "=", "+"):
+        if not self.next_is("|", "=", "+", "~"):
             return Dim(size)
         state = State(self.advance().text)
         token = self.take("number", "a degree of at least 2")

@@ -33,7 +33,12 @@ INTEGERS = range(-(2**63), 2**63)
 ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-PARTS = {State.PARTITIONED: "dim", State.REPLICATED: "copy", State.PRE_REDUCE: "summand"}
+PARTS = {
+    State.PARTITIONED: "dim",
+    State.REPLICATED: "copy",
+    State.PRE_REDUCE: "summand",
+    State.ROUTED: "routed",
+}
 """The word of a parameter's line for a rank's part of it: `dim -2 of 4`, `copy of 4`."""
 
 
@@ -72,10 +77,14 @@ def print_parameter(parameter: Parameter) -> str:
         line += f" rows {parameter.rows[0]} {parameter.rows[1]}"
     if parameter.copies > 1:
         line += f" copies {parameter.copies}"
+    if parameter.experts > 1:
+        line += f" experts {parameter.experts}"
     if parameter.part == WHOLE:
         return line
-    dim = f" {parameter.part.dim}" if parameter.part.dim else ""
-    return f"{line} {PARTS[parameter.part.state]}{dim} of {parameter.degree}"
+    state, dim, sharers, part = parameter.part
+    shared = f" by {sharers}" + (f" dim {part}" if part else "") if sharers > 1 else ""
+    at = f" {dim}" if dim else ""
+    return f"{line} {PARTS[state]}{at}{shared} of {parameter.degree}"
 
 
 def print_node(node: Node) -> str:

@@ -6,6 +6,7 @@ A dim prints as its size, then its state and degree unless it is whole:
     4096|4    `|`  partitioned over 4 ranks
     4096=4    `=`  replicated on 4 ranks
     4096+4    `+`  pre-reduce: 4 ranks hold partial sums of the whole dim
+    128~4     `~`  routed: each of 4 ranks holds the part of its experts
 
 and a tensor as `bf16[T, 4096|4]`. A size that is a sum is in parentheses: `(T + 4)` is four more
 than T, `T+4` a pre-reduce dim. `T` is the number of tokens of the step, over all requests and jobs:
@@ -90,6 +91,7 @@ class State(enum.Enum):
     PARTITIONED = "|"
     REPLICATED = "="
     PRE_REDUCE = "+"
+    ROUTED = "~"
 
     __hash__ = object.__hash__  # members are unique; hashing by name takes searches twice as long
 

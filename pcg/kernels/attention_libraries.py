@@ -1,11 +1,12 @@
-"""Libraries of attention kernels that programs for Triton may call, and the models that they know.
+"""Libraries of kernels that programs for Triton may call, and the models that they know.
 
     flashinfer   prompts: tokens of sequences whose keys and values lie in pages
     flash_attn   training on whole sequences, forward and backward
     flash_attn_3 the same, by kernels for Hopper
+    fla          recurrences of several tokens: prompts and training
 
-Decoding, windows of finetuning, sinks, ALiBi, soft caps and recorded steps are for pcg's kernels
-(`kernels/triton/attention`). No library is imported in this module.
+Decoding, windows of finetuning, chunks, sinks, ALiBi, soft caps and recorded steps are for pcg's
+kernels (`kernels/triton/attention`). No library is imported in this module.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class AttentionLibrary:
     """A library of attention kernels.
 
     Attributes:
-        use: "prompts" or "training".
-        sizes: its head sizes, which hold for both keys and values.
+        use: "prompts" or "training" of attention, or "recurrences".
+        sizes: its head sizes, which hold for both keys and values; of recurrences, for keys.
         source: how to install it.
         module: the module that Python imports; the library's name by default.
         capability: the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
@@ -55,9 +56,13 @@ class AttentionLibrary:
         return torch.cuda.get_device_capability(device) == self.capability
 
     def knows(self, graph: Graph, node: Node) -> bool:
+        if node.op in RECURRENCES:
+            return self.use == "recurrences" and self._knows_recurrence(graph, node)
+        if node.op not in ATTENTIONS or self.use == "recurrences":
+            return False
         q, k, v = attention_types(graph, node)
         attributes = dict(node.attributes)
-        others = ("softcap", "alibi", "sinks")
+        others = ("softcap", "alibi", "sinks", "chunk")
         return (
             q.dtype in ("bf16", "f16")
             and k.dtype == v.dtype == q.dtype
@@ -65,6 +70,21 @@ class AttentionLibrary:
             and q.features[-1] in self.sizes
             and not any(attributes.get(name) for name in others)
         )
+
+    def _knows_recurrence(self, graph: Graph, node: Node) -> bool:
+        """Return whether the model is in bfloat16, as models compute its recurrences in fp32.
+
+        A decay of each channel is that of Kimi's delta rule, which has beta.
+        """
+        first = 0 if node.op == "recurrence" else 1
+        q, _, _, decay, *beta = (graph.types[name] for name in node.inputs[first:])
+        dtypes = {p.type.dtype for p in graph.parameters if p.role == "frozen"}
+        has_function = bool(beta) or len(decay.dims) == 2
+        return "bf16" in dtypes and q.features[-1] in self.sizes and has_function
+
+
+ATTENTIONS = ("attention", "attention_backward")
+RECURRENCES = ("recurrence", "recurrence_backward")
 
 
 def attention_types(graph: Graph, node: Node) -> list[TensorType]:
@@ -89,6 +109,7 @@ LIBRARIES = (
         (16, 32, 64, 80, 96, 128, 192, 256),
         "pip install 'pcg[flash-attn]'",
     ),
+    AttentionLibrary("fla", "recurrences", (32, 64, 128, 256), "pip install 'pcg[fla]'"),
 )
 """All of them; heads are those that both the library and pcg's own kernels know. Of two for one use
 the first comes first."""

@@ -114,6 +114,14 @@ class SegmentedWeight:
 
 
 @dataclass(frozen=True)
+class OwnWeights:
+    """The weights of a batch's adapters that replace the base's at a site; None without one."""
+
+    weights: tuple[Tensor | None, ...]
+    segments: Segments
+
+
+@dataclass(frozen=True)
 class LoraRun:
     """B of neighbouring outputs of the same size.
 
@@ -511,11 +519,11 @@ class ProgramBatch(Protocol):
     def seen(self, span: Span) -> slice | Tensor:
         """The cache's rows of a sequence up to the end of its span."""
 
-    def decode_groups(self, window: int) -> Sequence[DecodeGroup]:
-        """The spans of a single token, in groups; `window` limits the rows attended to, or 0."""
+    def decode_groups(self, reach: int) -> Sequence[DecodeGroup]:
+        """The spans of a single token, in groups; `reach` as of `Scoring`."""
 
-    def decode_rows(self, window: int) -> DecodeRows:
-        """The rows of the spans of a single token; `window` as for `decode_groups`."""
+    def decode_rows(self, reach: int) -> DecodeRows:
+        """The rows of the spans of a single token; `reach` as of `Scoring`."""
 
     def dropped_parts(self, key: int) -> Sequence[DroppedPart]:
         """Parts that cover all tokens in order, equal for each call; none without dropout."""

@@ -68,8 +68,9 @@ class Message:
     """A message between the ranks.
 
     Attributes:
-        kind: all_reduce, all_gather or reduce_scatter.
-        types: types of its whole tensors; for token shards, with all ranks' rows.
+        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
+        types: types of its whole tensors; for token shards, with all ranks' rows, for an all_to_all
+            with those that a rank sends.
     """
 
     kind: str

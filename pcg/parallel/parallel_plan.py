@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pcg.ir.layouts import REPLICATED, Layout, Sharding
+from pcg.ir.operators.collectives import exchanged
 from pcg.ir.types import TOKENS, TensorType, part_of_tokens
 
 
 def saved(layout: Layout) -> Layout:
     """Return the mark for a layout in which backward has a value, saved or recomputed."""
-    return Layout(layout.state, 1 - layout.dim)
+    return layout._replace(dim=1 - layout.dim)
 
 
 def is_saved(layout: Layout) -> bool:
@@ -32,12 +33,14 @@ class Reshard:
     """A transition of a value between two layouts, by an operator.
 
     Between marks it is work of backward, not a node of the graph: `regather` gathers a copy again,
-    and `recompute` repeats the node that computed the value.
+    and `recompute` repeats the node that computed the value. `choices` is the number of experts
+    that a token chooses, of an all-to-all.
     """
 
     op: str
     before: Layout
     after: Layout
+    choices: int = 0
 
     @property
     def dim(self) -> int:
@@ -56,19 +59,28 @@ class Reshard:
         return self.dim < 0 and type_.shape[self.dim] == TOKENS
 
     def message(self, type_: TensorType, degree: int) -> TensorType:
-        """Return the type of the collective's tensor, with equal token rows for each rank."""
+        """Return the type of the collective's tensor, with equal token rows for each rank.
+
+        That of an all-to-all has the rows that a rank sends.
+        """
+        if self.choices:
+            return exchanged(type_, self.choices, degree)
         if not self.is_of_tokens(type_):
             return type_
         return type_.with_shape((degree * part_of_tokens(degree), *type_.shape[1:]))
 
 
 _FORWARD = {
+    "collect": "all_to_all",
+    "dispatch": "all_to_all",
     "combine": "all_gather",
     "gather": "all_gather",
     "reduce": "all_reduce",
     "scatter": "reduce_scatter",
 }
 _BACKWARD = {
+    "collect": "all_to_all",
+    "dispatch": "all_to_all",
     "gather": "reduce_scatter",
     "regather": "all_gather",
     "partition": "all_gather",

@@ -13,6 +13,9 @@ Reshards of a value, forward and backward:
     - → =    0 forward, an all-reduce backward          + → -    an all-reduce forward, 0 backward
     - → |d   0 forward, an all-gather backward          |d → -   an all-gather forward, 0 backward
     = → |d   0 both ways                                |d → +   0 both ways
+    = → ~    0 both ways
+
+    |d → ~   an all-to-all, both ways                   ~ → |d   an all-to-all, both ways
 
     + → |d   a reduce-scatter, then an all-gather       |d → =   an all-gather, a reduce-scatter
 
@@ -31,16 +34,28 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from pcg.errors import TypeCheckError
 from pcg.ir.analysis.dataflow import reachable, trained
 from pcg.ir.graph import Graph, Node, Parameter
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, partitioned, token_part
+from pcg.ir.layouts import (
+    PRE_REDUCE,
+    REPLICATED,
+    ROUTED,
+    WHOLE,
+    Layout,
+    Sharding,
+    partitioned,
+    token_part,
+)
 from pcg.ir.operators import operator
 from pcg.ir.types import RANK, State, TensorType
+from pcg.parallel.base_plan import routed_products, shared_rules
 from pcg.parallel.costs.layer_costs import LayerCosts
 from pcg.parallel.parallel_plan import (
     SAVED_COPY,
@@ -53,6 +68,42 @@ from pcg.parallel.parallel_plan import (
 )
 from pcg.parallel.sequence_parallel import saved_reads
 
+# ------------------------------------------------------------------------------------------ routing
+
+
+class Routing(NamedTuple):
+    """The choice of experts in a layer over ranks with equal parts of them.
+
+    Attributes:
+        indices: the name of the choices [T, k].
+        experts: the number of a rank's experts.
+        choices: k; 0 if several routers choose, so that rows have no common all-to-all.
+    """
+
+    indices: str
+    experts: int
+    choices: int
+
+
+def routing_of(graph: Graph, degree: int) -> Routing | None:
+    """Return the routing of a layer; None unless ranks can have equal parts of its experts."""
+    routings = set()
+    for node in routed_products(graph):
+        indices, count = node.inputs[1], graph.types[node.inputs[2]].features[0]
+        if count % degree:
+            return None
+        choices = graph.types[indices].features[-1]
+        routings.add(Routing(indices, count // degree, choices))
+    if len(routings) == 1:
+        return routings.pop()
+    return Routing("", 0, 0) if routings else None
+
+
+def is_of_choices(type_: TensorType, choices: int) -> bool:
+    """Return whether a tensor has a row for each choice of a token, [T, k, …]."""
+    return len(type_.dims) > 2 and type_.shape[1] == choices
+
+
 # --------------------------------------------------------------------------------------- resharding
 
 
@@ -61,20 +112,31 @@ Path = tuple[float, tuple[Reshard, ...]]
 
 
 class ReshardPaths:
-    """Cheapest paths between layouts, cached; with `shards_tokens` also to token shards."""
+    """Cheapest paths between layouts, cached.
 
-    def __init__(self, degree: int, costs: LayerCosts, shards_tokens: bool) -> None:
+    With `shards_tokens` also to token shards, with a routing also to rows of experts.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        costs: LayerCosts,
+        shards_tokens: bool,
+        routing: Routing | None = None,
+    ) -> None:
         self.degree = degree
         self.costs = costs
         self.shards_tokens = shards_tokens
+        self.routing = routing
         self._free: frozenset[tuple[str, str]] = frozenset()
         self._parts: dict[TensorType, tuple[Layout, ...]] = {}
         self._known: dict[object, Path | None] = {}
+        self._additions: dict[tuple[TensorType, bool, bool], _Additions] = {}
 
     def where_free(self, free: frozenset[tuple[str, str]]) -> ReshardPaths:
         """Return the paths if some messages, by direction and kind, have no startup cost."""
         other = copy.copy(self)
-        other._free, other._known = free, {}
+        other._free, other._known, other._additions = free, {}, {}
         return other
 
     # ----------------------------------------------------------------------------------- layouts
@@ -82,8 +144,12 @@ class ReshardPaths:
     def fits(self, type_: TensorType, layout: Layout) -> bool:
         """Return whether a layout has equal parts of a number or a symbolic rank.
 
-        Token shards also fit with `shards_tokens`.
+        Token shards also fit with `shards_tokens`, and experts with a routing.
         """
+        if layout.sharers > 1:
+            return layout.fits(type_, self.degree)
+        if layout.state is State.ROUTED and self.routing is None:
+            return False
         if not layout.dim:
             return True
         if -layout.dim > len(type_.dims):
@@ -128,6 +194,12 @@ class ReshardPaths:
             self._known[key] = self.cheapest(type_, is_active, have).get(wanted)
         return self._known[key]
 
+    def additions(self, type_: TensorType, is_active: bool, is_direct: bool) -> _Additions:
+        key = (type_, is_active, is_direct)
+        if key not in self._additions:
+            self._additions[key] = _Additions(self, *key)
+        return self._additions[key]
+
     def cheapest(
         self, type_: TensorType, is_active: bool, have: Iterable[Layout]
     ) -> dict[Layout, Path]:
@@ -142,7 +214,10 @@ class ReshardPaths:
         while changed:
             layout = changed.pop(0)
             cost, path = best[layout]
-            for reshard in reshards_from(layout, self.parts(type_), tokens):
+            routing = self.routing if type_.is_token_wise else None
+            for reshard in reshards_from(layout, self.parts(type_), tokens, routing):
+                if reshard.op == "collect" and not is_of_choices(type_, reshard.choices):
+                    continue
                 if reshard.op == "combine" and is_active and reshard.is_of_tokens(type_):
                     continue
                 total = cost + self._cost(type_, is_active, reshard)
@@ -171,24 +246,62 @@ class ReshardPaths:
         return cost
 
 
+class _Additions(dict[tuple[frozenset[Layout], frozenset[Layout]], tuple[float, int]]):
+    """The cost and number of reshards that bring a value from layouts into other layouts, too."""
+
+    def __init__(
+        self, paths: ReshardPaths, type_: TensorType, is_active: bool, is_direct: bool
+    ) -> None:
+        super().__init__()
+        self._paths, self._value, self._is_direct = paths, (type_, is_active), is_direct
+
+    def __missing__(self, key: tuple[frozenset[Layout], frozenset[Layout]]) -> tuple[float, int]:
+        self[key] = found = self._found(*key)
+        return found
+
+    def _found(self, have: frozenset[Layout], wanted: frozenset[Layout]) -> tuple[float, int]:
+        had, cost, count = have, 0.0, 0
+        for layout in sorted(wanted - have, key=is_saved):
+            if layout in had:
+                continue
+            path = self._paths.path(*self._value, had if is_saved(layout) else have, layout)
+            if path is None or self._is_direct:
+                return math.inf, 0
+            had = self._paths.after(self._value[0], had, path[1])
+            cost, count = cost + path[0], count + len(path[1])
+        return cost, count
+
+
 @cache
 def reshards_from(
-    layout: Layout, parts: tuple[Layout, ...], tokens: Layout | None = None
+    layout: Layout,
+    parts: tuple[Layout, ...],
+    tokens: Layout | None = None,
+    routing: Routing | None = None,
 ) -> tuple[Reshard, ...]:
     """Return the reshards from a layout.
 
-    `parts` are the partitioned layouts of the tensor, `tokens` the layout that shards its tokens,
-    if allowed.
+    Args:
+        parts: the partitioned layouts of the tensor.
+        tokens: the layout that shards its tokens, if allowed.
+        routing: the routing of its tokens, if ranks may read the rows of their experts alone.
     """
+    choices = 0 if routing is None or tokens is None else routing.choices
     steps: list[tuple[str, Layout]]
     if layout == SAVED_COPY:
         steps = [("recompute", saved(part)) for part in parts if part != tokens]
+        steps += [("recompute", saved(ROUTED))] * (routing is not None)
     elif is_saved(layout):
         steps = [("recompute", saved(PRE_REDUCE))] if layout.state is State.PARTITIONED else []
     elif layout == WHOLE:
         steps = [("replicate", REPLICATED), *(("partition", part) for part in parts)]
     elif layout == REPLICATED:
         steps = [("take", part) for part in parts]
+        steps += [("route", ROUTED)] * (routing is not None)
+    elif layout.sharers > 1:
+        steps = []
+    elif layout == ROUTED:
+        steps = [("collect", tokens)] if tokens is not None and choices else []
     elif layout == PRE_REDUCE:
         steps = [("reduce", WHOLE)]
         if tokens is not None:
@@ -197,7 +310,9 @@ def reshards_from(
         steps = [("combine", WHOLE), ("place", PRE_REDUCE)]
         if layout == tokens:
             steps += [("gather", REPLICATED), ("regather", SAVED_COPY)]
-    return tuple(Reshard(op, layout, after) for op, after in steps)
+            steps += [("dispatch", ROUTED)] * bool(choices)
+    counts = {"collect": choices, "dispatch": choices}
+    return tuple(Reshard(op, layout, after, counts.get(op, 0)) for op, after in steps)
 
 
 # ------------------------------------------------------------------------------------------ planner
@@ -263,8 +378,9 @@ class Planner:
     ) -> None:
         self.degree = degree
         self.costs = costs
-        self.paths = ReshardPaths(degree, costs, bool(token_nodes))
+        self.paths = ReshardPaths(degree, costs, bool(token_nodes), routing_of(graph, degree))
         self._token_nodes = token_nodes
+        self._has_experts = bool(routed_products(graph))
         self.active = _with_gradient(graph) if trains else frozenset[str]()
         self._read(graph)
         self._ways = {node.name: self._rules(node) for node in graph.nodes}
@@ -286,7 +402,7 @@ class Planner:
     def by(self, costs: LayerCosts) -> Planner:
         other = copy.copy(self)
         other.costs = costs
-        other.paths = ReshardPaths(self.degree, costs, bool(self._token_nodes))
+        other.paths = ReshardPaths(self.degree, costs, self.paths.shards_tokens, self.paths.routing)
         other._ways = {node.name: other._rules(node) for node in self.graph.nodes}
         return other
 
@@ -321,10 +437,10 @@ class Planner:
         }
         states = [_State(versions, (0.0, 0))]
         for place, node in enumerate(self.graph.nodes):
-            by_key: dict[object, _State] = {}
+            by_key: dict[tuple[frozenset[Layout], ...], _State] = {}
             for state in states:
                 for new in self._after(state, place, node, fixed):
-                    key = tuple(sorted(new.versions.items()))
+                    key = tuple(new.versions.values())
                     if key not in by_key or new.cost < by_key[key].cost:
                         by_key[key] = new
             if not by_key:
@@ -351,8 +467,11 @@ class Planner:
         types, outputs = self.graph.types_of(node)
         needs = tuple(name in self.active for name in node.inputs)
         takes_all = node.name not in self._token_nodes
-        rules = {}
-        for rule in operator(node.op).shardings(types, dict(node.attributes)):
+        rules: dict[Sharding, float] = {}
+        every = list(operator(node.op).shardings(types, dict(node.attributes)))
+        if self._has_experts:
+            every += shared_rules(node, types, outputs, every, self.degree)
+        for rule in every:
             held = (*zip(types, rule.inputs, strict=True), *zip(outputs, rule.outputs, strict=True))
             if takes_all and any(at.dim and at == token_part(type_) for type_, at in held):
                 continue
@@ -428,7 +547,9 @@ class Planner:
         built: _NodePlanBuilder,
         fixed: Constraints,
     ) -> bool:
-        for name, layout in dict.fromkeys(zip(names, layouts, strict=True)):
+        wanted = dict.fromkeys(zip(names, layouts, strict=True))
+        # An all-to-all of rows reads the indices of experts.
+        for name, layout in sorted(wanted, key=lambda item: self.graph.types[item[0]].is_float):
             if name not in versions or layout in versions[name]:
                 continue
             path = self._path(name, versions[name], layout, fixed)
@@ -474,34 +595,23 @@ class Planner:
 
     # ------------------------------------------------------------------------------------- states
 
-    def _undominated(self, states: Iterable[_State], fixed: Constraints) -> list[_State]:
-        remaining: list[_State] = []
+    def _undominated(self, states: Collection[_State], fixed: Constraints) -> list[_State]:
+        """Return the states whose layouts no cheaper state reaches at the same cost."""
+        additions = [
+            self.paths.additions(self.graph.types[name], name in self.active, name in fixed.direct)
+            for name in next(iter(states)).versions
+        ]
+        remaining: list[tuple[tuple[frozenset[Layout], ...], _State]] = []
         for state in sorted(states, key=lambda state: state.cost):
-            if not any(self._dominates(other, state, fixed) for other in remaining):
-                remaining.append(state)
+            layouts = tuple(state.versions.values())
+            for have, other in remaining:
+                if _reaches(other.cost, have, layouts, state.cost, additions):
+                    break
+            else:
+                remaining.append((layouts, state))
             if len(remaining) == _WIDTH:
                 break
-        return remaining
-
-    def _dominates(self, state: _State, other: _State, fixed: Constraints) -> bool:
-        """Return whether `state` can reach all that `other` can, at no higher cost."""
-        cost, count = state.cost
-        for name, layouts in other.versions.items():
-            have = state.versions.get(name)
-            if have is None:
-                return False
-            had = have
-            for layout in sorted(layouts - have, key=is_saved):
-                if layout in had:
-                    continue
-                path = self._path(name, had if is_saved(layout) else have, layout, fixed)
-                if path is None:
-                    return False
-                had = self.paths.after(self.graph.types[name], had, path[1])
-                cost, count = cost + path[0], count + len(path[1])
-                if (cost, count) > other.cost:
-                    return False
-        return True
+        return [state for _, state in remaining]
 
     def _refusal(self, node: Node, state: _State, fixed: Constraints) -> str:
         held = []
@@ -513,6 +623,24 @@ class Planner:
             f"operator {node.op!r} (in {node.scope or 'the layer'}) cannot run over {self.degree} "
             f"ranks with {', '.join(held)}; it takes {', '.join(takes) or 'no layouts'}"
         )
+
+
+def _reaches(
+    cost: tuple[float, int],
+    have: Iterable[frozenset[Layout]],
+    wanted: Iterable[frozenset[Layout]],
+    limit: tuple[float, int],
+    additions: Iterable[_Additions],
+) -> bool:
+    """Return whether values in `have`, at a cost, can also be in `wanted` within a limit."""
+    total, count = cost
+    for had, layouts, added in zip(have, wanted, additions, strict=True):
+        if had is not layouts:
+            more, reshards = added[had, layouts]
+            total, count = total + more, count + reshards
+            if total > limit[0]:
+                return False
+    return (total, count) <= limit
 
 
 def _may_be(fixed: Layout | None, layout: Layout) -> bool:

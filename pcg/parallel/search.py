@@ -109,7 +109,7 @@ class KeptValues:
 
     def _local_bytes(self, value: str, layout: Layout) -> int:
         whole = size_bytes(self._planner.graph.types[value], self._costs.tokens)
-        return -(-whole // self._planner.degree) if layout.dim else whole
+        return -(-whole // math.prod(count for _, count in layout.cuts(self._planner.degree)))
 
 
 def _private(graph: Graph, nodes: set[str]) -> set[str]:

@@ -13,7 +13,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, Sharding, token_part
+from pcg.ir.layouts import (
+    PRE_REDUCE,
+    REPLICATED,
+    WHOLE,
+    Layout,
+    Sharding,
+    partitioned,
+    token_part,
+)
 from pcg.ir.types import State
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
@@ -58,7 +66,7 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
             reads = [base[name] for node in nodes for name in node.inputs if name in base]
             outputs = [rule.outputs[0] for rule in reads]
             is_row: bool | None = any(o.state is State.PRE_REDUCE for o in outputs)
-            if not is_row and not any(o.dim for o in outputs):
+            if not is_row and not any(o.dim or o.part for o in outputs):
                 is_row = None
             names = tuple(node.name for node in nodes)
             place = at.scope or at.name
@@ -105,6 +113,8 @@ def strategy_name(
 ) -> str:
     """Return the name of a plan's algorithm at a site; readers gather the weights in `gathered`."""
     held = {name: plan.held[name] for name in site.weights}
+    if all(at.state is State.ROUTED and at.sharers == 1 for at in held.values()):
+        return "by expert: partition A and B over the experts"
     if [_end(name) for name in held] == _LORA and site.is_row is not None:
         return _of_lora(graph, site, plan, gathered)
     layouts = set(held.values())
@@ -144,7 +154,7 @@ def _of_lora(graph: Graph, site: BypassSite, plan: ParallelPlan, gathered: Colle
     x = down.inputs[0]
     if plan.nodes[down.name].rule.inputs[0] == token_part(graph.types[x]) != WHOLE:
         name = f"A on each rank's tokens, gather s, B {key[2]}"
-    held = tuple(plan.held[weight] for weight in site.weights)
+    held = tuple(_of_all_experts(plan.held[weight]) for weight in site.weights)
     if gathered and set(held) == {COLUMN} and len(gathered) == len(held):
         return f"{name}; held fully sharded, weights gathered"
     if held != usual and not gathered and set(held) == {REPLICATED}:
@@ -170,7 +180,12 @@ def _reads(graph: Graph, site: BypassSite, plan: ParallelPlan) -> dict[str, list
 
 def _plain(layout: Layout) -> Layout:
     """Return the layout as a forward sees it, where a copy equals a whole."""
-    return WHOLE if layout == REPLICATED else layout
+    return WHOLE if layout == REPLICATED else _of_all_experts(layout)
+
+
+def _of_all_experts(layout: Layout) -> Layout:
+    """Return the layout of the same parts of features, where ranks share some of the experts."""
+    return partitioned(layout.part) if layout.part else layout
 
 
 def _end(name: str) -> str:

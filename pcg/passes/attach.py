@@ -1,9 +1,11 @@
 """Attach bypass networks: Y = f_B(X) + f_A(X) at named sites (FlexLLM §4.1).
 
 A site is a linear operator of the base, named by its module path with `{layer}` for the layer's
-index; each layer's attention (`EACH_LAYER`); or the token embedding (`WHOLE_MODEL`). A method
-inserts its operators at a site (`pcg.peft.method.Bypass`), before the base's operator to change its
-input, or after it. An adapter's bias replaces the base's bias after the operator that adds it.
+index; a token embedding (`embedding_path`); each layer's attention (`EACH_LAYER`); or the output of
+the token embedding's module (`WHOLE_MODEL`). A method inserts its operators at a site
+(`pcg.peft.method.Bypass`), before the base's operator to change its input, or after it. An
+adapter's bias replaces the base's bias after the operator that adds it. In training, an adapter's
+weight replaces the base's weight; in serving, its results replace the rows of its tokens.
 Otherwise the base program only changes to read the bypass networks' outputs.
 
 At each site and in every layer, a serving program has the operators of all adapters of any layer. A
@@ -23,12 +25,20 @@ import sympy
 from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Parameter, Value
-from pcg.ir.module_paths import EACH_LAYER, WHOLE_MODEL, layer_path, parameter_of
+from pcg.ir.module_paths import (
+    EACH_LAYER,
+    WHOLE_MODEL,
+    layer_path,
+    module_name,
+    parameter_of,
+)
 from pcg.ir.operators.recurrent import state_types
 from pcg.ir.program.program import (
     ModelGraph,
     adapted_weight,
     computed_site,
+    embedding_site,
+    own_parameters,
     site_of,
     sites_of,
     token_embedding,
@@ -47,15 +57,15 @@ class LayerBypasses:
 
     Attributes:
         at: the networks at each site, in order, at most one per kind.
-        biases: sources of the base biases that adapters replace.
+        replaced: names of the base's parameters that adapters replace, with `{layer}`.
     """
 
     at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
-    biases: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
 
     @property
     def key(self) -> object:
-        return frozenset(self.at.items()), self.biases
+        return frozenset(self.at.items()), self.replaced
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Bypasses:
 
     Attributes:
         at: the networks at each site of all layers, in order, at most one per kind.
-        biases: sources of the base biases that adapters replace, in any layer.
+        replaced: names of the base's parameters that adapters replace, in any layer.
         layers: the networks of each layer; empty if every layer has all networks.
         dtype: dtype of the adapters' parameters.
         dropout: probability that an element of a network's input is dropped in training.
@@ -72,7 +82,7 @@ class Bypasses:
     """
 
     at: Mapping[str, tuple[Bypass, ...]] = field(default_factory=dict)
-    biases: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
     dtype: str = "f32"
     dropout: float = 0.0
     serving: bool = False
@@ -81,11 +91,11 @@ class Bypasses:
     def of(self, layer: int | None) -> LayerBypasses:
         """Return the networks of a layer, or for None the networks outside the layers."""
         if layer is None or not self.layers:
-            return LayerBypasses(self.at, self.biases)
+            return LayerBypasses(self.at, self.replaced)
         return self.layers[layer]
 
     def __bool__(self) -> bool:
-        return bool(self.at or self.biases)
+        return bool(self.at or self.replaced)
 
     def for_serving(self) -> Bypasses:
         """Return the networks that serve adapters of any size together, without dropout."""
@@ -118,7 +128,7 @@ def bypasses_of(
     places = _places(model)
     at_sites: dict[str, list[Bypass]] = {}
     layers = [_Layer() for _ in model.layers]
-    biases: set[str] = set()
+    replaced: set[str] = set()
     dropout = 0.0
     order = list(RECIPES)
     for recipe in sorted(recipes, key=lambda recipe: order.index(recipe.peft_type)):
@@ -134,24 +144,25 @@ def bypasses_of(
             # A module whose rank was pruned to 0 has no parameters to train.
             if layer is not None and getattr(bypass, "rank", None) != 0:
                 layers[layer].networks.setdefault(site, []).append(bypass)
-        biased = [
+        trained = [
             (source, layer)
-            for source, layer in _base_biases(model)
-            if recipe.trains_bias(source.format(layer=layer).removesuffix(".bias"), adapted)
+            for source, _, layer in model.frozen()
+            if recipe.replaces(source.format(layer=layer), adapted)
         ]
-        if not adapted and not biased:
+        recipe.check_saved([source.format(layer=layer) for source, layer in trained])
+        if not adapted and not trained:
             raise AdapterError(
                 f"{recipe.method} trains nothing of this {model_type}, which has no biases; "
                 "use LoRA"
             )
-        for source, layer in biased:
-            biases.add(source)
+        for source, layer in trained:
+            replaced.add(source)
             if layer is not None:
-                layers[layer].biases.add(source)
+                layers[layer].replaced.add(source)
         dropout = max(dropout, recipe.dropout)
     at = {site: _united(bypasses) for site, bypasses in at_sites.items()}
     of_layers = tuple(layer.united() for layer in layers)
-    return Bypasses(at, frozenset(biases), dtype, dropout, layers=of_layers)
+    return Bypasses(at, frozenset(replaced), dtype, dropout, layers=of_layers)
 
 
 @dataclass
@@ -159,25 +170,18 @@ class _Layer:
     """The networks of a layer by site, in the order of the recipes."""
 
     networks: dict[str, list[Bypass]] = field(default_factory=dict)
-    biases: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
 
     def united(self) -> LayerBypasses:
         at = {site: _united(bypasses) for site, bypasses in self.networks.items()}
-        return LayerBypasses(at, frozenset(self.biases))
+        return LayerBypasses(at, frozenset(self.replaced))
 
 
 def _places(model: ModelGraph) -> dict[str, tuple[str, int | None]]:
     """Return the site and the layer (None outside the layers) of each path for recipes."""
     layers = {layer_path(layer): (EACH_LAYER, layer) for layer in range(len(model.layers))}
-    return {WHOLE_MODEL: (WHOLE_MODEL, None), **layers, **model.linear_places()}
-
-
-def _base_biases(model: ModelGraph) -> list[tuple[str, int | None]]:
-    return [
-        (parameter.source, layer if "{layer}" in parameter.source else None)
-        for parameter, layer in model.parameters()
-        if parameter.role == "frozen" and parameter.source.endswith(".bias")
-    ]
+    outside = {site: (site, None) for site in (WHOLE_MODEL, *model.embedding_sites())}
+    return {**outside, **layers, **model.linear_places()}
 
 
 # ------------------------------------------------------------------------------------------- attach
@@ -208,11 +212,13 @@ def attach(model: ModelGraph, bypasses: Bypasses) -> ModelGraph:
     sources = {
         p.source for graph in attached.graphs for p in graph.parameters if p.role == "adapter"
     }
-    missing = sorted(bypasses.biases - sources)
+    missing = sorted(bypasses.replaced - sources)
     if missing:
         raise UnsupportedError(
-            f"{missing[0]} is not added by a linear operator or a layer norm, and pcg trains no "
-            'other biases; use bias="none"'
+            f"{missing[0]} is neither a bias that a linear operator or a layer norm adds, nor the "
+            "weight of a linear module, a token embedding or a norm, and pcg trains no others; a "
+            "name in modules_to_save is any end of a path, so name it longer, such as model.norm, "
+            'or use bias="none"'
         )
     return attached
 
@@ -295,7 +301,8 @@ class _Place:
     _shapes: Sequence[tuple[str, Shape]]  # (out, in) of each linear site of each of the graphs
 
     def __post_init__(self) -> None:
-        self.site = site_of(self._graph, self._node) or ""
+        site = site_of(self._graph, self._node) or embedding_site(self._graph, self._node)
+        self.site = site or ""
         self.serving = self._bypasses.serving
         # Prefix of the names of the site's parameters in the graph.
         self._stem = self._node.scope
@@ -317,15 +324,28 @@ class _Place:
             )
         site = EACH_LAYER if self._node.op == "attention" else self.site
         networks = at.get(site, ()) if site else ()
+        if networks and self._node.op == "embedding":
+            self._require_scaled()
         if networks and self._node.op == "linear" and parameter_of(self.site) is None:
             self._require_plain()
         for bypass in networks:
             bypass.read(self)
-        self._builder.append(self._node)
-        value = self._node.name
+        every = own_parameters(self._graph, self._node).items()
+        replaced = {name: source for source, name in every if source in self._here.replaced}
+        weight = next((name for name in replaced if not replaced[name].endswith(".bias")), None)
+        if weight is not None and not self.serving:
+            value = self._whole(weight, replaced.pop(weight))
+        else:
+            self._builder.append(self._node)
+            value = self._node.name
         for bypass in networks:
             value = value if bypass.behind_bias else bypass.attach(self, value)
-        value = self._bias(value)
+        if weight in replaced:
+            value = self._replaced(value, weight, replaced.pop(weight))
+        for name, source in replaced.items():  # a bias
+            of_base = [] if weight is not None and not self.serving else [name]
+            operands = [value, self._own(name, source), *of_base]
+            value = self._builder.add("bias_add", operands, scope=self._node.scope)
         for bypass in networks:
             value = bypass.attach(self, value) if bypass.behind_bias else value
         for bypass in at.get(WHOLE_MODEL, ()) if prompted else ():
@@ -353,16 +373,67 @@ class _Place:
                 "leave it out of the recipe's targets"
             )
 
-    def _bias(self, value: str) -> str:
-        if self._node.op not in ("linear", "layer_norm"):
-            return value
-        for name in self._node.inputs[1:]:
-            parameter = self._graph.parameters_by_name.get(name)
-            if parameter is not None and parameter.source in self._here.biases:
-                size = parameter.type.features[0]
-                bias = self._parameter(f"{name}.own", parameter.source, size)
-                return self._builder.add("bias_add", [value, bias, name], scope=self._node.scope)
-        return value
+    def _require_scaled(self) -> None:
+        """Refuse an embedding's module that does more than scale, as peft scales LoRA alike."""
+        inside = [n for n in self._graph.nodes if n.scope == self._node.scope]
+        others = {n.op for n in inside if len(n.inputs) > 1 and n.op != "embedding"}
+        others |= {n.op for n in inside} - {"cast", "embedding", "mul", "reshape"}
+        if others:
+            raise UnsupportedError(
+                f"{module_name(self.site)} computes {', '.join(sorted(others))} beside its rows, "
+                "and pcg attaches adapters to plain or scaled embeddings; leave it out of the "
+                "recipe's targets"
+            )
+
+    def _own(self, name: str, source: str) -> str:
+        """Add the adapter's parameter in place of the base's."""
+        shape = self._graph.types[name].features
+        is_tied = self._graph.parameters_by_name[name].source != source
+        stem = f"{self._node.scope}.weight" if is_tied else name
+        return self._parameter(f"{stem}.own", source, *shape)
+
+    def _whole(self, name: str, source: str) -> str:
+        """Add the module with the adapter's weight, for training, without its bias."""
+        weight, node = self._own(name, source), self._node
+        dtype = node.output.type.dtype
+        if node.op == "linear":
+            value = self.add("shrink", "whole", node.inputs[0], weight)
+        elif node.op == "embedding":
+            padding = {k: v for k, v in node.attributes if k == "padding"}
+            ids = node.inputs[1]
+            value = self.add("embedding_shrink", "whole", ids, weight, by_row=True, **padding)
+        else:
+            normed, offset = self._normed()
+            value = self.add("scale", "whole", normed, weight)
+            if offset:
+                value = self.add("add", "offset", value, normed)
+        is_cast = self._builder.types[value].dtype != dtype
+        return self.add("cast", "cast", value, dtype=dtype) if is_cast else value
+
+    def _normed(self) -> tuple[str, bool]:
+        """Add the norm without its weight; return also whether 1 is added to the weight."""
+        attributes = self.attributes
+        offset = attributes.get("offset", 0.0)
+        if offset not in (0.0, 1.0):
+            raise UnsupportedError(
+                f"{self._node.scope} adds {offset} to its weight, and pcg trains weights of norms "
+                "that add 0 or 1; leave it out of modules_to_save"
+            )
+        changed = {"weight": False, "bias": False, "offset": 0.0}
+        plain = {name: changed.get(name, value) for name, value in attributes.items()}
+        return self.add(self._node.op, "normed", self._node.inputs[0], **plain), bool(offset)
+
+    def _replaced(self, value: str, name: str, source: str) -> str:
+        """Replace the rows of adapters with a weight of their own, for serving."""
+        weight, node = self._own(name, source), self._node
+        biases = [b for b in node.inputs[1:] if b != name and node.op != "embedding"]
+        x, offset, function = node.inputs[0], False, node.op
+        if node.op == "embedding":
+            x = node.inputs[1]
+        elif node.op != "linear":
+            (x, offset), function = self._normed(), "scale"
+        operands = [value, x, weight, *biases]
+        return self.add("replaced", "replaced", *operands, function=function, offset=offset)
 
     # ---------------------------------------------------------------------------- for bypasses
 
@@ -371,7 +442,14 @@ class _Place:
         return self._node.inputs
 
     @property
+    def attributes(self) -> Mapping[str, Attribute]:
+        return dict(self._node.attributes)
+
+    @property
     def shape(self) -> Shape:
+        if self._node.op == "embedding":
+            vocabulary, width = self.features(self._node.inputs[0])
+            return width, vocabulary
         return sites_of(self._graph)[self.site]
 
     def features(self, value: str) -> tuple[int, ...]:
@@ -396,16 +474,18 @@ class _Place:
         name = f"{self._node.name}_{suffix}"
         return self._builder.add(op, inputs, name=name, scope=self._node.scope, **attributes)
 
-    def adapter(self, kind: str, *shape: int | None) -> str:
+    def adapter(self, kind: str, *shape: int | None, experts: int = 1) -> str:
         sizes = (RANK if size is None else size for size in shape)
-        return self._parameter(f"{self._stem}.{kind}", f"{self.site}.{kind}", *sizes)
+        return self._parameter(
+            f"{self._stem}.{kind}", f"{self.site}.{kind}", *sizes, experts=experts
+        )
 
     def shared(self, name: str, source: str, *shape: int | None) -> str:
         return self._parameter(name, source, *(VIRTUAL if n is None else n for n in shape))
 
-    def _parameter(self, name: str, source: str, *shape: Size) -> str:
+    def _parameter(self, name: str, source: str, *shape: Size, experts: int = 1) -> str:
         value = Value(name, tensor(self._bypasses.dtype, *shape))
-        return self._builder.parameter(Parameter(value, "adapter", source))
+        return self._builder.parameter(Parameter(value, "adapter", source, experts=experts))
 
     def dropped(self, *, keeps_dtype: bool = False) -> str:
         x, bypasses = self._node.inputs[0], self._bypasses

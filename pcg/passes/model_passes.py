@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pcg.codegen.emit import emit_serving, emit_training
 from pcg.codegen.program_functions import Function
@@ -24,7 +25,7 @@ from pcg.ir.graph import Graph, Node
 from pcg.ir.program.interfaces import TARGETS
 from pcg.ir.program.program import ModelGraph, Serving
 from pcg.kernels.attention_libraries import AttentionLibrary
-from pcg.options import MemoryBudget
+from pcg.options import PLAIN_LOSS, LossForm, MemoryBudget
 from pcg.parallel.costs.cost_model import RankCosts
 from pcg.passes.attach import Bypasses, attach
 from pcg.passes.graphs.differentiate import Differentiate, layer_kinds
@@ -94,14 +95,16 @@ class Attach(Pass[Base, Attached]):
 # ------------------------------------------------------------------------------ differentiate model
 
 
+@dataclass(frozen=True)
 class AddLoss(Pass[Attached, WithLoss]):
     """Append the loss of each token to the training model's logits."""
 
     name = "add_loss"
+    form: LossForm = PLAIN_LOSS
 
     def run(self, before: Attached) -> WithLoss:
         model = before.training
-        loss = None if model is None else with_loss(model.epilogue)
+        loss = None if model is None else with_loss(model.epilogue, self.form)
         return WithLoss(before.base, before.serving, model, loss)
 
 
@@ -137,7 +140,7 @@ def _check_chain(model: ModelGraph) -> None:
             )
 
 
-def with_loss(epilogue: Graph) -> Graph:
+def with_loss(epilogue: Graph, form: LossForm = PLAIN_LOSS) -> Graph:
     """Append each token's loss to the epilogue: hidden states and `targets` [T] to loss [T]."""
     builder = Builder.extending(epilogue)
     targets = builder.input(TARGETS.name, TARGETS.type)
@@ -146,7 +149,10 @@ def with_loss(epilogue: Graph) -> Graph:
     if gathered is not None and gathered.op == "all_gather" and not gathered.get("tokens"):
         # The loss needs only a rank's part of the vocabulary.
         op, logits = "cross_entropy_part", gathered.inputs[0]
-    return builder.build([builder.add(op, [logits, targets], name="loss")])
+    if form.temperature != 1.0:
+        logits = builder.add("div", [logits], scalar=form.temperature)
+    attributes: dict[str, Any] = {"smoothing": form.smoothing} if form.smoothing else {}
+    return builder.build([builder.add(op, [logits, targets], name="loss", **attributes)])
 
 
 # ------------------------------------------------------------------------------------ rematerialize
@@ -210,7 +216,7 @@ class ChooseAttention(Pass[Functions, Functions]):
         )
 
     def _changed(self, functions: Iterable[Function], use: str) -> tuple[Function, ...]:
-        libraries = [library for library in self.libraries if library.use == use]
+        libraries = [each for each in self.libraries if each.use in (use, "recurrences")]
         return tuple(
             dataclasses.replace(function, graph=_with_libraries(function.graph, libraries))
             for function in functions
@@ -219,8 +225,6 @@ class ChooseAttention(Pass[Functions, Functions]):
 
 def _with_libraries(graph: Graph, libraries: Iterable[AttentionLibrary]) -> Graph:
     def changed(node: Node) -> Node:
-        if node.op not in ("attention", "attention_backward"):
-            return node
         library = next(
             (candidate.name for candidate in libraries if candidate.knows(graph, node)), None
         )

@@ -19,7 +19,15 @@ from typing import Any
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training
 from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import AttentionLibrary
-from pcg.options import CompileOptions, MemoryBudget, PlanOptions, dtype_name, format_name
+from pcg.options import (
+    PLAIN_LOSS,
+    CompileOptions,
+    LossForm,
+    MemoryBudget,
+    PlanOptions,
+    dtype_name,
+    format_name,
+)
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, RankCosts
 from pcg.parallel.costs.layer_costs import CONTEXT_TOKENS, SERVING_TOKENS, DeviceCosts
@@ -89,6 +97,7 @@ class Settings:
         step: (sequences, tokens of a sequence) of the memory budget; by default the options'.
         place: cuts the layers between a base and a client; None for a single process.
         parts: ranks that share the tokens of sequences; the options then count a rank's tokens.
+        form: the form of the loss.
     """
 
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -103,6 +112,7 @@ class Settings:
     step: tuple[int, int] | None = None
     place: CallPieces | None = None
     parts: int = 1
+    form: LossForm = PLAIN_LOSS
 
     @property
     def budget(self) -> MemoryBudget:
@@ -197,8 +207,11 @@ def pipeline(settings: Settings) -> Pipeline:
             "parallelize",
             *when(
                 tp > 1,
-                On("base.blocks serving.blocks training.blocks", SplitFusedProjections()),
-                PlanBase(tp, options.styles),
+                On(
+                    "base.blocks serving.blocks training.blocks",
+                    SplitFusedProjections(options.ep == tp),
+                ),
+                PlanBase(tp, options.styles, options.ep, settings.device_costs),
                 RepeatHeadsOfModels(tp, not options.styles),
                 Shard(
                     tp,
@@ -213,7 +226,7 @@ def pipeline(settings: Settings) -> Pipeline:
             ),
             *when(options.latent_cache, On("serving", CacheLatents())),
         ),
-        differentiate=_stage("differentiate", AddLoss(), DifferentiateModel()),
+        differentiate=_stage("differentiate", AddLoss(settings.form), DifferentiateModel()),
         prune=_stage("prune", On(f"{layers} training.prologue training.loss", Prune())),
         place=_stage("place", *(() if settings.place is None else (settings.place,))),
         compress=_stage(
@@ -324,8 +337,10 @@ class BaseSpecialiser:
         recipe: Recipe,
         windows: bool = False,
         step: tuple[int, int] | None = None,
+        form: LossForm = PLAIN_LOSS,
     ) -> Training:
-        training = self._emitted(program, [recipe], windows=windows, step=step).training
+        changed = {"windows": windows, "step": step, "form": form}
+        training = self._emitted(program, [recipe], **changed).training
         assert training is not None  # a recipe without a site is refused
         return training
 

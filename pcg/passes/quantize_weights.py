@@ -19,6 +19,7 @@ from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.module_paths import parameter_of
 from pcg.ir.operators.linear import multiplied
 from pcg.ir.program.program import ModelGraph, site_of
+from pcg.options import NONE
 from pcg.passes.graphs.pass_base import Pass
 from pcg.passes.stages import Base
 
@@ -28,7 +29,8 @@ class QuantizeWeights(Pass[Base, Base]):
     """Write the weight formats of a checkpoint, or of a quantization on load, into types.
 
     Attributes:
-        format: the format to quantize a float checkpoint to; None for the checkpoint's own.
+        format: the format to quantize a float checkpoint to; None for the checkpoint's own, "none"
+            for floating point.
     """
 
     name = "quantize_weights"
@@ -36,12 +38,12 @@ class QuantizeWeights(Pass[Base, Base]):
 
     def run(self, before: Base) -> Base:
         stored = before.stored
-        if stored is None and self.format is None:
+        if self.format == NONE or (stored is None and self.format is None):
             return before
         if stored is not None and self.format not in (None, stored.name):
             raise UnsupportedError(
                 f"quantization={self.format!r}, and the checkpoint is stored as {stored.name}; "
-                "leave quantization out, or give the float checkpoint"
+                "leave quantization out, give 'none' to decode it, or give the float checkpoint"
             )
 
         embedded = _embedded(before.model.prologue) if stored and not stored.by_module else set()
@@ -148,6 +150,6 @@ def quantized(graph: Graph, format_of: Callable[[Parameter], str | None]) -> Gra
     def with_dtype(node: Node) -> Node:
         if node.op != "embedding" or node.inputs[0] not in changed:
             return node
-        return dataclasses.replace(node, attributes=(("dtype", tables[node.inputs[0]]),))
+        return node.changed(attributes={"dtype": tables[node.inputs[0]]})
 
     return graph.replace(parameters=parameters, nodes=tuple(map(with_dtype, graph.nodes)))

@@ -11,18 +11,21 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 
-from pcg.errors import UnsupportedError
+import sympy
+
+from pcg.errors import ParallelError, TypeCheckError, UnsupportedError
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.options import MemoryBudget
-from pcg.parallel.base_plan import COLUMN, base_plan
+from pcg.parallel.base_plan import COLUMN, base_plan, check_cuts, routed_products
 from pcg.parallel.costs.cost_model import RankCosts
 from pcg.parallel.costs.layer_costs import ByteCosts, DeviceCosts, LayerCosts, MixedCosts
 from pcg.parallel.parallel_plan import Constraints, NodePlan, ParallelPlan, Reshard, is_saved
-from pcg.parallel.planner import Planner
+from pcg.parallel.planner import Planner, routing_of
 from pcg.parallel.search import Search
 from pcg.parallel.sequence_parallel import token_sharded_ends, token_sharded_nodes
 from pcg.passes.graphs.localize import Localize
@@ -34,12 +37,15 @@ from pcg.passes.stages import Attached, Prepared, Sharded
 
 
 _SUFFIX = {
+    "collect": "collected",
     "combine": "joined",
+    "dispatch": "dispatched",
     "gather": "gathered",
     "partition": "part",
     "place": "summand",
     "reduce": "sum",
     "replicate": "everywhere",
+    "route": "routed",
     "scatter": "scattered",
     "take": "taken",
 }
@@ -97,13 +103,19 @@ class _Sharder:
                     self.versions[name][reshard.after] = self._transition(name, reshard)
 
     def _transition(self, name: str, reshard: Reshard) -> str:
-        attributes = (("dim", reshard.dim),) if reshard.dim else ()
+        attributes = {"dim": reshard.dim} if reshard.dim else {}
         new_name = self.builder.fresh(f"{name}_{_SUFFIX[reshard.op]}")
         value = Value(new_name, reshard.after.of(self.graph.types[name], self.degree))
         maker = self.graph.producers.get(name)
         scope = maker.scope if maker else ""
-        source = self.versions[name][reshard.before]
-        self.builder.append(Node(reshard.op, (source,), (value,), attributes, scope))
+        inputs = [self.versions[name][reshard.before]]
+        if reshard.choices:
+            routing = routing_of(self.graph, self.degree)
+            assert routing is not None
+            attributes["experts"] = routing.experts
+            inputs.append(self.versions[routing.indices][REPLICATED])
+        pairs = tuple(attributes.items())
+        self.builder.append(Node(reshard.op, tuple(inputs), (value,), pairs, scope))
         return new_name
 
     def _hold(self, parameter: Parameter, layout: Layout) -> None:
@@ -122,20 +134,57 @@ class _Sharder:
 class PlanBase(Pass[Attached, Prepared]):
     """Choose the layouts of the base's weights, from each layer's graph or from the user's plan.
 
+    Ranks have a part of each expert, or of some of the experts, or some of them whole: by default
+    what costs least, in seconds of a known device. Without one all cost the same, and ranks have
+    parts of each, which are equal work.
+
     Attributes:
         degree: the number of ranks.
         styles: the user's plan, a style by module path; if empty, Megatron's styles are derived.
+        ep: the number of parts of the experts, None to choose.
+        costs: costs of a training step, if known.
     Raises:
-        ParallelError: the degree divides neither heads nor products; names the degrees that do.
+        ParallelError: the degree divides neither heads nor products (the message names the degrees
+            that do), `ep` is set without experts, or ranks cannot share a layer's experts.
     """
 
     name = "plan_base"
     degree: int
     styles: Mapping[str, str] = field(default_factory=dict)
+    ep: int | None = None
+    costs: LayerCosts | None = None
 
     def run(self, before: Attached) -> Prepared:
-        layouts = tuple(base_plan(block, self.degree, self.styles) for block in before.base.blocks)
+        blocks = before.base.blocks
+        if self.ep is not None and not any(map(routed_products, blocks)):
+            raise ParallelError("ep has no effect for a model without experts; leave it out")
+        layouts = tuple(map(self._layouts, blocks))
         return Prepared(before.base, before.serving, before.training, layouts)
+
+    def _layouts(self, block: Graph) -> Mapping[str, Layout]:
+        experts = {node.inputs[2] for node in routed_products(block)}
+        if self.styles or not experts:
+            return base_plan(block, self.degree, self.styles)
+        if self.ep in (1, self.degree):
+            return base_plan(block, self.degree, ep=self.ep)
+        planner = Planner(block, self.degree, self.costs or ByteCosts(self.degree))
+        plans: list[tuple[float, Mapping[str, Layout]]] = []
+        refusals: list[ParallelError] = []
+        for ep in [self.ep] if self.ep else sympy.divisors(self.degree):
+            try:
+                plan = base_plan(block, self.degree, ep=ep)
+                check_cuts(block, {name: plan[name] for name in experts}, self.degree)
+                if self.costs is None and ep == 1:
+                    return plan
+                plans.append((planner.plan(Constraints(layouts=plan)).cost, plan))
+            except ParallelError as error:
+                refusals.append(error)
+            except TypeCheckError as error:
+                shared = f"ep={ep}: {self.degree // ep} ranks cannot share an expert: {error}"
+                refusals.append(ParallelError(f"{shared}; use ep=1 or ep={self.degree}"))
+        if not plans:
+            raise refusals[0]
+        return min(plans, key=itemgetter(0))[1]
 
 
 @dataclass(frozen=True)
@@ -226,7 +275,7 @@ class Shard(Pass[Prepared, Sharded]):
             search = Search(
                 plain, self.degree, costs, layouts, rules, False, self.sequence_parallel
             )
-            weighed.append((1 / search.plan().cost, costs))
+            weighed.append((1 / (search.plan().cost or 1.0), costs))  # an idle layer costs nothing
         return MixedCosts(weighed)
 
     def searches(self, model: ModelGraph, prepared: Prepared, trains: bool) -> tuple[Search, ...]:

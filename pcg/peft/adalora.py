@@ -33,6 +33,7 @@ and if an allocation is due at t, E of the triplets with the lowest scores, beyo
     budget(t) = target + (start - target) (1 - (t - before) / (last - before))³         (§3.3)
 
 Until step `last`, the E of a zeroed triplet may grow again; afterwards the zeroed set is fixed.
+Further training of a pruned adapter keeps its ranks, and adds R.
 Each rank of the group has Ī and U of its shards. A mean is a sum over all shards; ranks exchange
 only scores, so all have the same scores and zero the same triplets.
 
@@ -88,6 +89,7 @@ class Schedule:
         beta1: decay of Ī.
         beta2: decay of U.
         orthogonality: weight of R.
+        matrices: n of R, which counts modules without a triplet, too; 0 for all matrices.
     """
 
     rank: int
@@ -98,6 +100,7 @@ class Schedule:
     beta1: float
     beta2: float
     orthogonality: float
+    matrices: int = 0
 
 
 class RankAllocator:
@@ -146,7 +149,7 @@ class RankAllocator:
             grams[path] = grams[path] + gram if path in grams else gram
 
         total = 0.0
-        each = self._schedule.orthogonality / len(grams)
+        each = self._schedule.orthogonality / (self._schedule.matrices or len(grams))
         slopes = {}
         for path, gram in zip(grams, shards.summed([*grams.values()]), strict=True):
             difference = gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -471,10 +474,7 @@ class AdaLoraConfig(LayeredRecipe):
 
     def training_beside(self, shards: Shards, total_steps: int) -> TrainingBeside:
         if self.rank_pattern is not None:
-            raise FinetuneError(
-                "the adapter's ranks are given already (rank_pattern), and AdaLoRA would begin "
-                "anew; train a fresh one, or go on from a checkpoint"
-            )
+            return AdaLoraTraining(self, shards)
         if self.target_r > self.init_r:
             raise FinetuneError(f"target_r={self.target_r} is above init_r={self.init_r}; lower it")
         recipe = self.for_job(total_steps)
@@ -488,19 +488,20 @@ class AdaLoraConfig(LayeredRecipe):
 
 
 class AdaLoraTraining(RankAllocator):
-    """The allocation of an AdaLoRA adapter's ranks in a job."""
+    """The allocation of an AdaLoRA adapter's ranks in a job; a pruned adapter keeps its ranks."""
 
     def __init__(self, recipe: AdaLoraConfig, shards: Shards) -> None:
-        assert recipe.total_step is not None
+        is_pruned = recipe.rank_pattern is not None
         schedule = Schedule(
             rank=recipe.init_r,
             target_rank=recipe.target_r,
             before=recipe.tinit,
-            last=recipe.total_step - recipe.tfinal,
+            last=0 if is_pruned else (recipe.total_step or 0) - recipe.tfinal,
             interval=recipe.deltaT,
             beta1=recipe.beta1,
             beta2=recipe.beta2,
             orthogonality=recipe.orth_reg_weight,
+            matrices=2 * len(recipe.rank_pattern or ()),
         )
         super().__init__(schedule, shards, _RANK_DIMS, "adalora_E")
         self._recipe = recipe
@@ -509,7 +510,8 @@ class AdaLoraTraining(RankAllocator):
         """Return the adapter without zero triplets."""
         weights: Mapping[str, AdaLoraWeights] = adapter.weights
         kept = {path + _KEY: each.kept for path, each in weights.items()}
-        if all(bool(which.all()) for which in kept.values()):
+        is_pruned = self._recipe.rank_pattern is not None
+        if is_pruned or all(bool(which.all()) for which in kept.values()):
             return dataclasses.replace(adapter, recipe=self._recipe)
         pattern = {key: tuple(which.tolist()) for key, which in kept.items()}
         recipe = replace(self._recipe, rank_pattern=pattern)

@@ -1,11 +1,13 @@
 """An adapter in memory: a recipe of any method, and its weights."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,9 +16,12 @@ from pcg.errors import AdapterError
 from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
 from pcg.peft.method import Shape
 from pcg.peft.prompt_encoder import made_by_encoder
-from pcg.peft.recipe import Recipe
+from pcg.peft.recipe import CAUSAL_LM, Recipe
 from pcg.peft.weights import AdapterWeight, Around, Draw, ModuleWeights
 from pcg.units import shown
+
+if TYPE_CHECKING:
+    from pcg.ir.program.program import ModelGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +31,12 @@ class Adapter:
     Attributes:
         name: the name that requests and jobs use.
         weights: the weights of each module, by its path.
-        biases: trained biases (`recipe.bias`) by module, which replace the base's.
+        replaced: parameters by name that replace the base's: trained biases (`recipe.bias`), and
+            those of `recipe.modules_to_save`.
         base_model_name: the base that it was trained for; empty if unknown.
         extra: notes of adapter_config.json, such as task_type, written back as they were read.
         shared: untrained tensors that all modules share, by name.
+        chat_template: the text of the template that renders its chats; None for the model's.
         encoder: the parameters of the network that makes `weights` (`recipe.encoder`), by peft's
             names; empty for methods without a network, or an adapter from a file.
         version: a number that is unique in the process, also among changed copies of this adapter;
@@ -39,19 +46,22 @@ class Adapter:
     name: str
     recipe: Recipe
     weights: Mapping[str, ModuleWeights]
-    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
     base_model_name: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     encoder: Mapping[str, Tensor] = field(default_factory=dict)
+    chat_template: str | None = None
     version: int = field(default_factory=itertools.count(1).__next__, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that training changes, in order."""
         bypasses = (tensor for weights in self.weights.values() for tensor in weights.tensors)
-        encoder = (self.encoder[name] for name in sorted(self.encoder))  # files have any order
-        return (*bypasses, *self.biases.values(), *encoder)
+        # Files have any order.
+        replaced = (self.replaced[name] for name in sorted(self.replaced))
+        encoder = (self.encoder[name] for name in sorted(self.encoder))
+        return (*bypasses, *replaced, *encoder)
 
     @property
     def prompt_tokens(self) -> int:
@@ -72,9 +82,8 @@ class Adapter:
         module, _, kind = path.rpartition(".")
         if not module and kind in self.shared:
             return AdapterWeight(self.shared[kind])
-        if kind == "bias":
-            bias = self.biases.get(module)
-            return None if bias is None else AdapterWeight(bias)
+        if path in self.replaced:
+            return AdapterWeight(self.replaced[path])
         weights = self.weights.get(module)
         return None if weights is None else weights.parameters.get(kind)
 
@@ -82,7 +91,7 @@ class Adapter:
         return replace(
             self,
             weights={path: weights.map(change) for path, weights in self.weights.items()},
-            biases={path: change(bias) for path, bias in self.biases.items()},
+            replaced={name: change(tensor) for name, tensor in self.replaced.items()},
             shared={name: change(tensor) for name, tensor in self.shared.items()},
             encoder={name: change(tensor) for name, tensor in self.encoder.items()},
         )
@@ -102,7 +111,7 @@ def new_adapter(
     """Return a fresh adapter, initialised as peft does.
 
     A module's weights depend on the seed and its path only, not on the other adapted modules.
-    Biases of the base (`recipe.bias`) are missing: they start as the base's.
+    Parameters that replace the base's are missing: they start as the base's.
 
     Args:
         module_shapes: (out, in) of the base's modules, as `ModelGraph.module_shapes`.
@@ -131,7 +140,7 @@ def new_adapter(
             shape, draw = module_shapes[path], Draw(_seed(seed, path))
             around = Around(partial(_base_weight, base_weights, path), shared, shape)
             weights[path] = kind.fresh(recipe, bypass, shape, draw, around)
-    notes = {"task_type": "CAUSAL_LM"}
+    notes = {"task_type": CAUSAL_LM}
     fresh = Adapter(name, resolved, weights, extra=notes, shared=shared, encoder=encoder)
     return fresh.map(lambda tensor: tensor.to(dtype))
 
@@ -173,22 +182,27 @@ def check_name(name: object) -> None:
     )
 
 
-def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
-    """Raise an error unless an adapter's biases are those that its recipe trains, by module.
+def check_replaced(adapter: Adapter, base: ModelGraph) -> None:
+    """Raise an error unless an adapter has the parameters that its recipe replaces in a model.
 
     Raises:
-        AdapterError: a bias is missing, or of another shape, or the base has no biases.
+        AdapterError: a parameter is missing, or of another shape, or the base has none.
     """
-    who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r},"
-    for path in [*base_biases, *adapter.biases]:
+    saved = adapter.recipe.modules_to_save
+    names = f" and modules_to_save={list(saved)}" if saved else ""
+    who = f"adapter {adapter.name!r}, whose recipe has bias={adapter.recipe.bias!r}{names},"
+    wanted = adapter.recipe.replaced_in(base, adapter.weights)
+    of_base = {name: parameter.type.features for name, (_, parameter) in wanted.items()}
+    present = {name: tuple(tensor.shape) for name, tensor in adapter.replaced.items()}
+    for name in [*of_base, *present]:
         shapes = [
-            "none" if bias is None else str(list(bias.shape))
-            for bias in (adapter.biases.get(path), base_biases.get(path))
+            "none" if shape is None else str(list(shape))
+            for shape in (present.get(name), of_base.get(name))
         ]
         if shapes[0] != shapes[1]:
             raise AdapterError(
-                f"{who} has {shapes[0]} as the bias of {path}, and the base {shapes[1]}; it is an "
-                "adapter for another base, or not all of it was saved"
+                f"{who} has {shapes[0]} as {name}, and the base {shapes[1]}; it is an adapter for "
+                "another base, or not all of it was saved"
             )
     if not adapter.tensors:
         raise AdapterError(f"{who} trains nothing of this base, which has no biases; use LoRA")
@@ -197,7 +211,7 @@ def check_biases(adapter: Adapter, base_biases: Mapping[str, Tensor]) -> None:
 def check_finite(adapter: Adapter, where: object) -> None:
     """Raise an AdapterError if a weight, read from a place, is NaN or infinite; name its module."""
     named = [(path, t) for path, weights in adapter.weights.items() for t in weights.tensors]
-    for name, tensor in (*named, *adapter.biases.items(), *adapter.shared.items()):
+    for name, tensor in (*named, *adapter.replaced.items(), *adapter.shared.items()):
         # Both are NaN if any entry is; this takes one pass, and no copy of the tensor.
         extremes = torch.stack(tensor.aminmax()) if tensor.numel() else tensor
         if not extremes.isfinite().all():
@@ -251,11 +265,13 @@ def check_fits(
                 f"{who} has {weights.shapes} for {path or 'the token embedding'}, which is "
                 f"{list(module_shapes[path])} in {base}; {other}"
             )
-    for path, bias in adapter.biases.items():
-        if path in module_shapes and bias.shape != (module_shapes[path][0],):
+    for name, tensor in adapter.replaced.items():
+        path, _, kind = name.rpartition(".")
+        out = module_shapes[path][0] if path in module_shapes else len(tensor)
+        if kind == "bias" and tensor.shape != (out,):
             raise AdapterError(
-                f"{who} has a bias {list(bias.shape)} for {path}, which has "
-                f"{module_shapes[path][0]} outputs in {base}; {other}"
+                f"{who} has a bias {list(tensor.shape)} for {path}, which has {out} outputs in "
+                f"{base}; {other}"
             )
     recipe = adapter.recipe
     if recipe.target_modules is None or (recipe.is_all_linear and output_layer is None):

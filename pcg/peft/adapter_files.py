@@ -1,6 +1,7 @@
 """Reading and writing of adapters in peft's format: adapter_config.json and safetensors.
 
     base_model.model.<module>.<part of the method>       `ModuleWeights.suffixes`
+    base_model.model.<module>.weight             a parameter of `modules_to_save`
     base_model.model.<module>.base_layer.bias    [out]   a trained bias of an adapted module
     base_model.model.<module>.bias               [out]   of another module (bias="all")
     base_model.model.<module>.base_layer.weight  [out, in]   the base's own, with LoRA on a head
@@ -37,7 +38,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pcg.errors import AdapterError, PcgError, UnsupportedError
+from pcg.errors import AdapterError, ModelNotFoundError, PcgError, UnsupportedError
 from pcg.files import (
     SUMS,
     check_sums,
@@ -55,15 +56,22 @@ from pcg.files import (
     sync_names,
     verified,
     write_sums,
+    write_text,
 )
-from pcg.ir.module_paths import first_match, parameter_of, parameter_path
+from pcg.ir.module_paths import (
+    embedding_path,
+    first_match,
+    module_name,
+    parameter_of,
+    parameter_path,
+)
 from pcg.peft.adapter import Adapter
 from pcg.peft.lora import LoraConfig
-from pcg.peft.recipe import Recipe
-from pcg.peft.registry import SHORTHANDS, is_shorthand, recipe_from
+from pcg.peft.recipe import HEADS_OF_LABELS, Recipe
+from pcg.peft.registry import SHORTHANDS, is_saved, learning_labels, recipe_from
 from pcg.peft.targets import TargetedRecipe
 from pcg.peft.weights import ModuleWeights
-from pcg.source import COMPOSITES
+from pcg.source import COMPOSITES, TEMPLATE, adapter_directory
 from pcg.tensor_file import read_header
 from pcg.units import shown
 
@@ -84,9 +92,10 @@ IsBase: TypeAlias = Callable[[str, Tensor], bool]
 def read_adapter(
     path: str | os.PathLike[str], name: str, is_base: IsBase | None = None, composite: str = ""
 ) -> Adapter:
-    """Read an adapter of peft or pcg from a directory; tensors are memory-mapped.
+    """Read an adapter of peft or pcg; tensors are memory-mapped.
 
     Args:
+        path: a directory, or a hub id.
         composite: the type of the base's checkpoint, if that is composite: the adapter may be of
             its language model alone, or of the whole, of which other modules are then left out.
         is_base: returns whether a tensor is the base's weight of a module, which peft may also save
@@ -96,7 +105,10 @@ def read_adapter(
             config and weights do not match.
         UnsupportedError: another PEFT method, or a feature that pcg lacks, by name.
     """
-    directory = expanded(path)
+    try:
+        directory = adapter_directory(path)
+    except ModelNotFoundError as error:
+        raise AdapterError(f"{path} is not there; {error}") from error
     with verified(partial(check_sums, directory, (CONFIG, WEIGHTS), AdapterError, _FIX)):
         return _read_adapter(directory, name, is_base, composite)
 
@@ -124,10 +136,11 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None, composite:
 
 
 _IN_LANGUAGE_MODEL = re.compile(
-    r"(?:model\.)?(?:(?:language_model|text_model)\.)?(?:model\.)?(?=layers\.\d)"
-    r"|(?:language_model\.)?(?=lm_head$)"
+    r"(?:model\.)?(?:(?:language_model|text_model)\.)?(?:model\.)?(?=layers\.\d|(?:embed_tokens|norm)$)"
+    r"|(?:language_model\.)?(?=(?:lm_head|classifier|score)$)"
 )
 """Paths in a composite checkpoint, or in its language model, of modules of the language model."""
+_HEADS = ("lm_head", *HEADS_OF_LABELS)
 
 
 def _of_language_model(
@@ -135,12 +148,13 @@ def _of_language_model(
 ) -> TargetedRecipe:
     """Keep and rename tensors of the language model; return a recipe that names its modules."""
     paths = {}
-    for path in (*tensors.parts, *tensors.biases):
+    for path in (*tensors.parts, *(name.rpartition(".")[0] for name in tensors.replaced)):
         match = _IN_LANGUAGE_MODEL.match(path)
         if match is not None:
             rest = path[match.end() :]
-            paths[path] = rest if rest == "lm_head" else f"{base_path}.{rest}"
-    others = {*tensors.parts, *tensors.biases} - paths.keys()
+            paths[path] = rest if rest in _HEADS else f"{base_path}.{rest}"
+    others = {*tensors.parts, *(name.rpartition(".")[0] for name in tensors.replaced)}
+    others -= paths.keys()
     if others:
         _LOG.warning(
             "%s also adapts %d modules outside the language model, such as %s; they are left out",
@@ -157,7 +171,12 @@ def _of_language_model(
         for name in recipe.patterns
     }
     tensors.parts = {new: tensors.parts[p] for p, new in paths.items() if p in tensors.parts}
-    tensors.biases = {new: tensors.biases[p] for p, new in paths.items() if p in tensors.biases}
+    tensors.replaced = {
+        f"{paths[module]}.{kind}": tensor
+        for name, tensor in tensors.replaced.items()
+        for module, _, kind in [name.rpartition(".")]
+        if module in paths
+    }
     parameters = (".experts", ".base_layer")
     modules = tuple(path for path in tensors.parts if not path.endswith(parameters))
     fixed = dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
@@ -209,7 +228,9 @@ def _by_path(
     for module, wrappers in wrapped.items():
         names = [name for name in _parameters_of(module) if recipe.adapts(name)]
         if not names:
-            by_path |= {each: parts[each] for each in wrappers}
+            for each in wrappers:
+                embeds = any(part.startswith("lora_embedding_") for part in parts[each])
+                by_path[embedding_path(each) if embeds else each] = parts[each]
             continue
         if len(names) != len(wrappers):
             raise AdapterError(
@@ -229,7 +250,7 @@ def _wrapper(path: str, paths: Collection[str]) -> str:
     """Return the module of a path in a file's keys: a wrapper for each of its parameters."""
     parameter = parameter_of(path)
     if parameter is None:
-        return path
+        return module_name(path)
     name, _ = parameter
     module = name.rpartition(".")[0]
     adapted = {other[0] for other in map(parameter_of, paths) if other is not None}
@@ -246,24 +267,27 @@ def _of_weights(
     weights = {path: _weights(file, path, each, recipe) for path, each in tensors.parts.items()}
     if tensors.whole:
         weights |= _checked(file, lambda: kind.read_whole(tensors.whole, recipe))
-    _check_biases(file, recipe, weights, tensors.biases)
+    _check_replaced(file, recipe, weights, tensors.replaced)
     base = str(config.get("base_model_name_or_path") or "")
     return Adapter(
-        name, recipe, weights, tensors.biases, base, recipe.notes_of(config), tensors.shared
+        name, recipe, weights, tensors.replaced, base, recipe.notes_of(config), tensors.shared
     )
 
 
-def recipes_of(peft: object, composite: str = "") -> dict[str, Recipe]:
+def recipes_of(peft: object, composite: str = "", *, of_labels: bool = False) -> dict[str, Recipe]:
     """Return the recipes that `peft` names; a recipe without a name is called `default`.
 
     Args:
         composite: as in `read_adapter`.
+        of_labels: the model is a sequence classifier.
     """
     if peft is None or (isinstance(peft, str) and peft.lower() == "none"):
         return {}
     if isinstance(peft, Mapping) and not is_recipe(peft):
-        return {str(name): _recipe_of(value, composite) for name, value in peft.items()}
-    return {"default": _recipe_of(peft, composite)}
+        named = {str(name): value for name, value in peft.items()}
+    else:
+        named = {"default": peft}
+    return {name: _recipe_of(value, composite, of_labels) for name, value in named.items()}
 
 
 def is_recipe(peft: Mapping[Any, Any]) -> bool:
@@ -271,8 +295,8 @@ def is_recipe(peft: Mapping[Any, Any]) -> bool:
     return "peft_type" in peft
 
 
-def _recipe_of(value: object, composite: str) -> Recipe:
-    if isinstance(value, str | os.PathLike) and not is_shorthand(value):
+def _recipe_of(value: object, composite: str, of_labels: bool) -> Recipe:
+    if is_saved(value):
         if isinstance(value, str) and os.sep not in value and not is_there(expanded(value)):
             raise AdapterError(
                 f"{shown(value)} is neither one of {', '.join(SHORTHANDS)}, nor the directory of a "
@@ -280,7 +304,7 @@ def _recipe_of(value: object, composite: str) -> Recipe:
             )
         # `read_adapter` of the adapter itself compares copies of the base's weights.
         return read_adapter(value, "adapter", lambda *_: True, composite).recipe
-    return recipe_from(value)
+    return learning_labels(recipe_from(value)) if of_labels else recipe_from(value)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -313,14 +337,14 @@ def _no_weights(directory: Path) -> str:
 
 
 class _Tensors:
-    """A file's tensors: by module and part, biases by module, shared ones, and whole keys.
+    """A file's tensors: by module and part, replaced ones by name, shared ones, and whole keys.
 
     `copies` are modules and the supposed weights of their base, by key.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, Tensor]] = {}
-        self.biases: dict[str, Tensor] = {}
+        self.replaced: dict[str, Tensor] = {}
         self.shared: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}
         self.copies: dict[str, tuple[str, Tensor]] = {}
@@ -347,13 +371,16 @@ def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
                 elif key in kind.whole_keys:
                     tensors.whole[key] = tensor
                 elif match is None and (copied := _COPY.fullmatch(key)):
-                    tensors.copies[key] = copied["module"], tensor
+                    if recipe.saves(copied["module"]):
+                        tensors.replaced[f"{copied['module']}.weight"] = tensor
+                    else:
+                        tensors.copies[key] = copied["module"], tensor
                 elif match is None:
                     raise _unknown_key(file, key, recipe)
                 elif match["part"]:
                     tensors.parts.setdefault(match["module"], {})[match["part"]] = tensor
                 else:
-                    tensors.biases[match["module"]] = tensor
+                    tensors.replaced[f"{match['module']}.bias"] = tensor
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save or download it again") from error
     shared = tensors.shared
@@ -372,7 +399,6 @@ _COPY = re.compile(
 
 def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     features: dict[str, tuple[type[PcgError], str]] = {
-        "lora_embedding_": (UnsupportedError, "LoRA on an embedding"),
         "modules_to_save": (UnsupportedError, "a whole module trained beside the adapter"),
         "embed": (UnsupportedError, "a whole embedding, saved as the vocabulary was changed"),
         "lm_head.": (UnsupportedError, "the whole head, saved as the vocabulary was changed"),
@@ -380,8 +406,8 @@ def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
     for part, (error_type, meaning) in features.items():
         if part in key:
             return error_type(
-                f"{file} has {key}: {meaning}; pcg does {recipe.method} on linear modules alone, "
-                "and takes copies of weights that are the base's own"
+                f"{file} has {key}: {meaning}; pcg takes copies of weights that are the base's "
+                "own, and with LoRA those of modules that modules_to_save names"
             )
     return AdapterError(
         f"{file} has {key}, which is no {recipe.method} weight; pcg ignores nothing"
@@ -404,18 +430,24 @@ def _checked(file: Path, read: Callable[[], _Read]) -> _Read:
         raise AdapterError(f"{file}: {error}") from error
 
 
-def _check_biases(
-    file: Path, recipe: Recipe, weights: Mapping[str, ModuleWeights], biases: Mapping[str, Tensor]
+def _check_replaced(
+    file: Path, recipe: Recipe, weights: Mapping[str, ModuleWeights], replaced: Mapping[str, Tensor]
 ) -> None:
-    for path, bias in biases.items():
-        if not recipe.trains_bias(path, weights):
+    for name, tensor in replaced.items():
+        if not recipe.replaces(name, weights):
             raise AdapterError(
-                f'{file} has the bias of {path}, which bias="{recipe.bias}" in {CONFIG} does not '
-                "train; the two files are not of one save"
+                f'{file} has {name}, which bias="{recipe.bias}" in {CONFIG} does not train; the '
+                "two files are not of one save"
             )
-        out = weights[path].module_shape[0] if path in weights else None
-        if bias.ndim != 1 or out not in (None, len(bias)):
-            raise AdapterError(f"{file}: the bias of {path} has shape {list(bias.shape)}")
+        module, _, kind = name.rpartition(".")
+        out = weights[module].module_shape[0] if module in weights else None
+        if kind == "bias" and (tensor.ndim != 1 or out not in (None, len(tensor))):
+            raise AdapterError(f"{file}: {name} has shape {list(tensor.shape)}")
+
+
+def has_adapter(directory: Path) -> bool:
+    """Return True if a directory has a saved adapter."""
+    return any(is_there(directory / name) for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
@@ -457,6 +489,7 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
                 (beside / CONFIG).replace(directory / CONFIG)
             sync_names(directory)
             write_sums(directory, {**before, **sums})
+        write_template(adapter, directory)
         sync_names(parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -467,6 +500,15 @@ def write_adapter(adapter: Adapter, path: str | os.PathLike[str]) -> None:
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def write_template(adapter: Adapter, directory: Path) -> None:
+    """Write the chat template of an adapter that has its own. OSError: it cannot be written.
+
+    SHA256SUMS has no line for it, as a tokenizer's template may replace it.
+    """
+    if adapter.chat_template is not None:
+        write_text(directory / TEMPLATE, adapter.chat_template)
 
 
 def _sums_before(directory: Path) -> dict[str, set[str]]:
@@ -491,6 +533,7 @@ def write_adapter_files(adapter: Adapter, directory: Path) -> None:
     files = _files_of(adapter)
     directory.mkdir(parents=True, exist_ok=True)
     _write_files(files, directory)
+    write_template(adapter, directory)
 
 
 @dataclass(frozen=True)
@@ -541,7 +584,7 @@ def _config_to_write(adapter: Adapter) -> dict[str, Any]:
     recipe = adapter.recipe
     targets = recipe.target_modules
     if targets is None or recipe.is_all_linear:
-        targets = sorted(path for path in adapter.weights if parameter_of(path) is None)
+        targets = sorted(module_name(p) for p in adapter.weights if parameter_of(p) is None)
     return recipe.config_fields(targets, adapter.base_model_name, adapter.extra)
 
 
@@ -551,9 +594,10 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
         _check_bypass(adapter, path, weights)
         for suffix, tensor in weights.stored.items():
             tensors[f"{PREFIX}{_wrapper(path, adapter.weights)}.{suffix}"] = tensor
-    for path, bias in adapter.biases.items():
-        layer = ".base_layer" if path in adapter.weights else ""
-        tensors[f"{PREFIX}{path}{layer}.bias"] = bias
+    for name, tensor in adapter.replaced.items():
+        module, _, last = name.rpartition(".")
+        layer = ".base_layer" if module in adapter.weights else ""
+        tensors[f"{PREFIX}{module}{layer}.{last}"] = tensor
     kind = adapter.recipe.weights
     tensors |= kind.stored_whole(adapter.weights)
     if kind.shared_is_stored(adapter.recipe):

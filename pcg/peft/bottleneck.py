@@ -17,7 +17,7 @@ peft lacks them; the configuration and the keys are pcg's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -171,16 +171,6 @@ class BottleneckWeights(ModuleWeights):
         scales = (1.0, 1.0, self.does.scaling, self.does.scaling)
         parts = zip(_KINDS, self.tensors, scales, strict=True)
         return {f"{self.does.prefix}_{part}": AdapterWeight(t, scale) for part, t, scale in parts}
-
-    @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        scaling, prefix = self.does.scaling, self.does.prefix
-        return {
-            f"{prefix}_down": lambda around: self.down,
-            f"{prefix}_down_bias": lambda around: self.down_bias.unsqueeze(0),
-            f"{prefix}_up": lambda around: self.up.t() * scaling,
-            f"{prefix}_up_bias": lambda around: (self.up_bias * scaling).unsqueeze(0),
-        }
 
     @property
     def inner_size(self) -> int:

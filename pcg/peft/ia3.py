@@ -10,7 +10,7 @@ Source: `IA3Config`, `IA3Model` and `IA3Layer` of peft 0.21.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -127,8 +127,14 @@ class Ia3Weights(ModuleWeights):
         return {self._kind: AdapterWeight(self.vector)}
 
     @property
-    def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        return {self._kind: lambda around: self.vector.unsqueeze(0)}
+    def can_merge(self) -> bool:
+        return True
+
+    def merged(self, weight: Tensor, around: Around) -> Tensor:
+        return weight * (self.vector if self.is_feedforward else self.vector.unsqueeze(1))
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        return bias if self.is_feedforward else bias * self.vector
 
     @property
     def _kind(self) -> str:

@@ -14,11 +14,17 @@ and training treats the replaced length as a constant, as in peft.
     base_model.model.<module>.lora_B.bias        [out]   with lora_bias
     base_model.model.<module>.lora_magnitude_vector      [out]   with DoRA
 
+A token embedding is a linear module of one-hot ids. Its matrices have other names and start as
+A = 0, B normal:
+
+    base_model.model.<module>.lora_embedding_A    [rank, vocabulary]
+    base_model.model.<module>.lora_embedding_B    [width, rank]
+
 The weights of experts are parameters [E, out, in], which `target_parameters` names. Each expert has
 a pair of matrices of rank r: A is [E r, in], B is [out, r E], with the rows and columns of
 `pcg.ir.operators.experts`.
 
-Source: `LoraConfig`, `LoraLayer` and `DoraLinearLayer` of peft 0.21.2.
+Source: `LoraConfig`, `LoraLayer`, `Embedding` and `DoraLinearLayer` of peft 0.21.2.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import parameter_of
+from pcg.ir.module_paths import ends_in, is_embedding, module_name, parameter_of
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAGNITUDE = "lora_magnitude_vector"
+_OF_EMBEDDING = "lora_embedding_A", "lora_embedding_B"
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class LoraBypass(Bypass):
         use_dora: True if magnitudes are trained, too.
         has_bias: True if B has a bias.
         experts: number of experts that share the rank equally.
+        embeds: True at an embedding.
     """
 
     rank: int | None
@@ -78,6 +86,7 @@ class LoraBypass(Bypass):
     use_dora: bool = False
     has_bias: bool = False
     experts: int = 1
+    embeds: bool = False
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
         assert self.rank is not None
@@ -99,11 +108,16 @@ class LoraBypass(Bypass):
 
     def attach(self, at: Place, y: str) -> str:
         out, in_ = at.shape
-        a, b = at.adapter("lora_A", self.rank, in_), at.adapter("lora_B", out, self.rank)
+        a = at.adapter("lora_A", self.rank, in_, experts=self.experts)
+        b = at.adapter("lora_B", out, self.rank, experts=self.experts)
         if self.experts > 1:
             x, indices = at.inputs[:2]
             s = at.add("expert_shrink", "s", x, indices, a, experts=self.experts)
             return at.add("expert_expand_add", "z", y, s, indices, b, experts=self.experts)
+        if self.embeds:  # dropout is of inputs, which ids are not
+            padding = {k: v for k, v in at.attributes.items() if k == "padding"}
+            s = at.add("embedding_shrink", "s", at.inputs[1], a, **padding)
+            return at.add("expand_add", "z", y, s, b)
         x = at.dropped(keeps_dtype=self.use_dora)
         adapted = y
         if self.use_dora and x != at.inputs[0]:
@@ -146,10 +160,11 @@ class LoraWeights(LowRankWeights):
         bias: B's bias (`lora_bias`), [out]; most adapters have none.
         magnitude: DoRA's magnitude, [out].
         experts: number of experts that share the rank.
+        embeds: True for those of an embedding.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
-        "lora_A.weight", "lora_B.weight", "lora_B.bias", _MAGNITUDE,
+        "lora_A.weight", "lora_B.weight", "lora_B.bias", _MAGNITUDE, *_OF_EMBEDDING,
     )  # fmt: skip
     kinds: ClassVar[Mapping[str, ParameterKind]] = {
         "lora_A": DOWN,
@@ -162,6 +177,7 @@ class LoraWeights(LowRankWeights):
     bias: Tensor | None = None
     magnitude: Tensor | None = None
     experts: int = 1
+    embeds: bool = False
 
     @classmethod
     def fresh(
@@ -169,6 +185,9 @@ class LoraWeights(LowRankWeights):
     ) -> Self:
         (out, in_), rank = shape, bypass.rank
         assert rank is not None
+        if bypass.embeds:
+            a = draw.normal(rank, in_) * (not recipe.init_lora_weights)
+            return cls(a, draw.normal(out, rank), bypass.scale, embeds=True)
         if isinstance(recipe.init_lora_weights, str):
             _check_init(recipe.init_lora_weights)
             a = draw.normal(rank, in_) / rank
@@ -182,15 +201,19 @@ class LoraWeights(LowRankWeights):
 
     @classmethod
     def read(cls, path: str, parts: Mapping[str, Tensor], recipe: LoraConfig) -> Self:
-        a, b = partners(path, parts, cls.suffixes[:2])
-        vectors = parts.get("lora_B.bias"), parts.get(_MAGNITUDE)
         bypass = recipe.bypass_at(path)
-        return cls(a, b, bypass.scale, *vectors, bypass.experts).checked(path, recipe)
+        names = _OF_EMBEDDING if bypass.embeds else cls.suffixes[:4]
+        if others := parts.keys() - names:
+            raise AdapterError(f"{path} has {min(others)} beside {', '.join(names[:2])}")
+        a, b = partners(path, parts, names[:2])
+        vectors = parts.get("lora_B.bias"), parts.get(_MAGNITUDE)
+        counts = bypass.experts, bypass.embeds
+        return cls(a, b, bypass.scale, *vectors, *counts).checked(path, recipe)
 
     @property
     def bypass(self) -> LoraBypass:
         kinds = self.magnitude is not None, self.bias is not None
-        return LoraBypass(self.inner_size, self.scale, *kinds, self.experts)
+        return LoraBypass(self.inner_size, self.scale, *kinds, self.experts, self.embeds)
 
     @property
     def rank(self) -> int:
@@ -203,13 +226,17 @@ class LoraWeights(LowRankWeights):
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        pairs = zip(self.suffixes, (self.a, self.b, self.bias, self.magnitude), strict=True)
+        if self.embeds:
+            return dict(zip(_OF_EMBEDDING, (self.a, self.b), strict=True))
+        pairs = zip(self.suffixes[:4], (self.a, self.b, self.bias, self.magnitude), strict=True)
         return {suffix: tensor for suffix, tensor in pairs if tensor is not None}
 
     @property
     def parameters(self) -> Mapping[str, AdapterWeight]:
         return {
-            suffix.removesuffix(".weight").replace(".", "_"): AdapterWeight(tensor, self.scale)
+            suffix.removesuffix(".weight").replace(".", "_").replace("_embedding", ""): (
+                AdapterWeight(tensor, self.scale)
+            )
             for suffix, tensor in self.stored.items()
         }
 
@@ -225,6 +252,26 @@ class LoraWeights(LowRankWeights):
         if magnitude is not None:
             makers["lora_factor"] = lambda around: (magnitude / self._norm(around)).unsqueeze(0)
         return makers
+
+    @property
+    def can_merge(self) -> bool:
+        return True
+
+    def merged(self, weight: Tensor, around: Around) -> Tensor:
+        # In peft's order of operations, for equal rounding.
+        if self.experts > 1:
+            down = self.a.unflatten(0, (self.experts, -1))
+            up = self.b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+            of_experts: Tensor = weight + (up @ down) * self.scale
+            return of_experts
+        change = (self.b @ self.a) * self.scale
+        merged: Tensor = weight + (change.t() if self.embeds else change)
+        if self.magnitude is not None:
+            merged = (self.magnitude / merged.norm(dim=1)).unsqueeze(1) * merged
+        return merged
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        return bias if self.bias is None else bias + self.bias * self.scale
 
     def _served_a(self) -> Tensor:
         """Return A; that of experts in the order of B's columns, so that ranks can be padded."""
@@ -301,6 +348,8 @@ class LoraConfig(PatternedRecipe):
         use_rslora: use the scale alpha / √rank.
         use_dora: also train magnitudes (DoRA).
         lora_bias: give B a bias, which is scaled like B.
+        modules_to_save: ends of paths of modules of which the adapter has copies, which are trained
+            whole: linear modules, token embeddings and norms, such as `lm_head`.
         target_parameters: names of parameters to adapt, such as `mlp.experts.down_proj`: weights of
             experts, and of routers.
         init_lora_weights: True, A uniform as in nn.Linear and B zero; "gaussian", A normal and B
@@ -320,6 +369,7 @@ class LoraConfig(PatternedRecipe):
     biases: ClassVar[Names] = ("none", "all", "lora_only")
     family_targets: ClassVar[Mapping[str, Names]] = FAMILY_TARGETS
     alpha_field: ClassVar[str] = "lora_alpha"
+    adapts_embeddings: ClassVar[bool] = True
 
     bias: str = "none"
     lora_dropout: float = saved_as("dropout", 0.0)
@@ -330,6 +380,7 @@ class LoraConfig(PatternedRecipe):
     lora_bias: bool = False
     init_lora_weights: bool | str = saved_as("init", True)
     target_parameters: Names | None = None
+    modules_to_save: Names | str | None = None  # a text is refused, and split by the command line
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -342,8 +393,10 @@ class LoraConfig(PatternedRecipe):
         if self.lora_bias and self.use_dora:
             raise AdapterError("lora_bias=True does not go with use_dora=True; set one to False")
         check_modules("target_parameters", self.target_parameters)
-        if isinstance(self.target_parameters, str):
-            raise AdapterError(f"target_parameters={self.target_parameters!r}; use a list of names")
+        check_modules("modules_to_save", self.modules_to_save)
+        for field in ("target_parameters", "modules_to_save"):
+            if isinstance(getattr(self, field), str):
+                raise AdapterError(f"{field}={getattr(self, field)!r}; use a list of names")
         others = self.lora_dropout, self.lora_bias, self.use_dora
         if self.target_parameters and any(others):
             raise AdapterError(
@@ -359,11 +412,22 @@ class LoraConfig(PatternedRecipe):
     def one_rank(self) -> int | None:
         return None if self.rank_pattern else self.r
 
+    def _is_excluded(self, path: str) -> bool:
+        around = f".{module_name(path)}."
+        is_saved = any(f".{name}." in around for name in self.modules_to_save or ())
+        return is_saved or super()._is_excluded(path)
+
     def bypass_at(self, path: str) -> LoraBypass:
         rank, alpha = self.rank_and_alpha(path)
         scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
         _, experts = parameter_of(path) or (path, 1)
-        return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts)
+        embeds = is_embedding(path)
+        if embeds and (self.use_dora or self.lora_bias):
+            raise UnsupportedError(
+                f"target_modules includes {module_name(path)}, an embedding, where pcg does LoRA "
+                "without use_dora and lora_bias; leave it out, or set them to False"
+            )
+        return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts, embeds)
 
     def for_model(self, paths: Names, output_layer: str | None, model_type: str | None) -> Self:
         """Return the recipe with the targets that peft gives it for a model.
@@ -375,11 +439,16 @@ class LoraConfig(PatternedRecipe):
         recipe = self.for_family(model_type)
         names = _OLD_MODULES.get(model_type or "")
         targets = recipe.target_modules
-        if names is None or all(parameter_of(path) is None for path in paths):
+        parameters_of = [each[0] for path in paths if (each := parameter_of(path)) is not None]
+        if names is None or not parameters_of:
             return recipe
         if recipe.is_all_linear:
-            linear = (path for path in paths if parameter_of(path) is None)
-            targets = (*{p.rpartition(".")[2] for p in linear if p != output_layer}, *names)
+            # A router that is a linear module, as AFMoE's, is no parameter.
+            names = {n: p for n, p in names.items() if any(ends_in(e, (p,)) for e in parameters_of)}
+            linear = (p for p in paths if parameter_of(p) is None and not is_embedding(p))
+            # Not a set, whose order differs between processes: ranks have to agree.
+            ends = dict.fromkeys(p.rpartition(".")[2] for p in linear if p != output_layer)
+            targets = (*ends, *names)
         if not isinstance(targets, tuple):
             return recipe
         modules = {*paths}  # A dense layer may have modules of these names, which a path names.

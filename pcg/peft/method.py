@@ -28,7 +28,8 @@ class Place(Protocol):
     Attributes:
         site: the module's path with `{layer}` for the layer's index.
         inputs: the node's current inputs.
-        shape: (out, in) of the weight of a linear node.
+        shape: (out, in) of the weight of a linear node; of an embedding (width, vocabulary).
+        attributes: the node's.
         serving: True if the graph serves; tensors that can be computed from an adapter once are
             then parameters.
     """
@@ -39,6 +40,8 @@ class Place(Protocol):
     def inputs(self) -> Sequence[str]: ...
     @property
     def shape(self) -> Shape: ...
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
     @property
     def serving(self) -> bool: ...
 
@@ -54,8 +57,8 @@ class Place(Protocol):
     def add(self, op: str, suffix: str, *inputs: str, **attributes: Any) -> str:
         """Add an operator, named after the node."""
 
-    def adapter(self, kind: str, *shape: int | None) -> str:
-        """Add a parameter of the module; None in its shape is an open rank."""
+    def adapter(self, kind: str, *shape: int | None, experts: int = 1) -> str:
+        """Add a parameter of the module, or of experts; None in its shape is an open rank."""
 
     def shared(self, name: str, source: str, *shape: int | None) -> str:
         """Add a parameter of several modules; None is a number of virtual tokens."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -29,9 +29,14 @@ from pcg.peft.weights import ModuleWeights
 from pcg.units import is_finite, shown
 
 if TYPE_CHECKING:
+    from pcg.ir.graph import Parameter
     from pcg.ir.program.program import ModelGraph
 
 ALL_LINEAR = "all-linear"
+CAUSAL_LM, SEQ_CLS = TASKS = ("CAUSAL_LM", "SEQ_CLS")
+"""peft's names of the tasks: a causal LM, and a sequence classifier."""
+HEADS_OF_LABELS = ("classifier", "score")
+"""The modules that peft saves with a sequence classifier, of which a model has one."""
 
 Json: TypeAlias = Mapping[str, Any]
 Names: TypeAlias = Sequence[str]
@@ -143,6 +148,11 @@ class Recipe(ABC):
         return "none"
 
     @property
+    def modules_to_save(self) -> Names | str | None:
+        """Ends of paths of modules that are trained whole, beside the bypass networks."""
+        return None
+
+    @property
     def dropout(self) -> float:
         """The probability that an element of a bypass network's input is dropped in training."""
         probability: float = getattr(self, self.dropout_field) if self.dropout_field else 0.0
@@ -208,11 +218,12 @@ class Recipe(ABC):
 
     def bypasses_in(self, model: ModelGraph, model_type: str) -> dict[str, Bypass]:
         """Return the bypass networks of a folded model; errors are those of `bypasses`."""
-        self.check_embeddings(model.embedding_modules())
-        return self.bypasses(tuple(model.linear_modules()), model.output_module, model_type)
+        self.check_embeddings(model)
+        paths = *model.linear_modules(), *model.embedding_sites()
+        return self.bypasses(paths, model.output_module, model_type)
 
-    def check_embeddings(self, paths: Names) -> None:  # noqa: B027  most name no modules
-        """Raise an AdapterError if the targets include an embedding."""
+    def check_embeddings(self, model: ModelGraph) -> None:  # noqa: B027  most name no modules
+        """Raise an AdapterError if the targets include an embedding that it does not adapt."""
 
     def resolved(
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
@@ -220,14 +231,56 @@ class Recipe(ABC):
         """Return the recipe with module names that select the same modules without the model."""
         return self
 
-    def trains_bias(self, module: str, adapted: Collection[str]) -> bool:
-        """Return whether the bias of a module is trained, given the adapted modules."""
-        return self.bias == "all" or (self.bias != "none" and module in adapted)
+    def replaces(self, parameter: str, adapted: Collection[str]) -> bool:
+        """Return whether the base's parameter is trained itself, given the adapted modules."""
+        module, _, kind = parameter.rpartition(".")
+        is_bias = self.bias == "all" or (self.bias != "none" and module in adapted)
+        return (kind == "bias" and is_bias) or self.saves(module)
+
+    def replaced_in(
+        self, model: ModelGraph, adapted: Collection[str]
+    ) -> dict[str, tuple[str, Parameter]]:
+        """Return the parameters of a folded model that it replaces, by name.
+
+        Each has its name in a checkpoint, which is another one for a tied head.
+        """
+        named = [(source.format(layer=i), p, i) for source, p, i in model.frozen()]
+        replaced = {
+            name: (parameter.source.format(layer=layer), parameter)
+            for name, parameter, layer in named
+            if self.replaces(name, adapted)
+        }
+        self.check_saved(replaced)
+        return replaced
+
+    def check_saved(self, replaced: Iterable[str]) -> None:
+        """Raise an error for a name of `modules_to_save` that no module has; peft ignores it.
+
+        peft adds the names of classifiers' heads itself.
+        """
+        modules = [name.rpartition(".")[0] for name in replaced]
+        for name in self.modules_to_save or ():
+            if name not in HEADS_OF_LABELS and not any(
+                f"{name}." in f"{module}." for module in modules
+            ):
+                raise AdapterError(
+                    f"modules_to_save has {name!r}, which no module's path ends in; name modules "
+                    "such as lm_head, embed_tokens or norm"
+                )
+
+    def saves(self, module: str) -> bool:
+        """Return whether `modules_to_save` has the module, or a module around it.
+
+        As in peft, a name is any end of a path (peft 0.21.2, `_set_trainable`).
+        """
+        parts = module.split(".")
+        around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(path.endswith(tuple(self.modules_to_save or ())) for path in around)
 
     def trained_shapes(
         self, bypasses: Mapping[str, Bypass], shapes: Mapping[str, tuple[int, int]]
     ) -> Shapes:
-        """Return the shapes of all trained tensors except biases."""
+        """Return the shapes of all trained tensors except those that replace the base's."""
         trained = (bypass.trained_shapes(*shapes[path]) for path, bypass in bypasses.items())
         return tuple(chain.from_iterable(trained))
 

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeGuard
 
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.peft import METHODS
-from pcg.peft.recipe import Json, Recipe, to_json
+from pcg.peft.lora import LoraConfig
+from pcg.peft.recipe import HEADS_OF_LABELS, TASKS, Json, Recipe, to_json
 from pcg.peft.weights import SUMMAND, ParameterKind
 
-_CLASSES: tuple[type[Recipe], ...] = tuple(
-    getattr(import_module(f"pcg.peft.{file}"), name) for name, file in METHODS.items()
-)
-RECIPES: Mapping[str, type[Recipe]] = {each.peft_type: each for each in _CLASSES}
+RECIPES: dict[str, type[Recipe]] = {}
 """The recipes' classes, by peft's name of the method."""
-SHORTHANDS: Mapping[str, Recipe] = {
-    word: each(**fields) for each in _CLASSES for word, fields in each.shorthands.items()
-}
+SHORTHANDS: dict[str, Recipe] = {}
 """Recipes with the usual sizes, by their word."""
-_KINDS = {kind: of for each in _CLASSES for kind, of in each.weights.kinds.items()}
+_KINDS: dict[str, ParameterKind] = {}
 # Fields without a recipe's equivalent, which every recipe of a manifest once had.
 _ONCE_FIELDS = (
     "bias", "dropout", "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
 )  # fmt: skip
+
+
+def register(recipe: type[Recipe]) -> type[Recipe]:
+    """Make a method known, by its name in files and by its words; also a decorator of the recipe.
+
+    Raises:
+        AdapterError: another method has the name, a word, or a parameter of another kind.
+    """
+    kinds = recipe.weights.kinds
+    taken = [recipe.peft_type] if recipe.peft_type in RECIPES else []
+    taken += [word for word in recipe.shorthands if word in SHORTHANDS]
+    taken += [name for name, kind in kinds.items() if _KINDS.get(name, kind) != kind]
+    if taken:
+        raise AdapterError(f"{recipe.__name__}: another method has {taken[0]!r}; rename it")
+    RECIPES[recipe.peft_type] = recipe
+    SHORTHANDS.update((word, recipe(**fields)) for word, fields in recipe.shorthands.items())
+    _KINDS.update(kinds)
+    return recipe
+
+
+for _name, _file in METHODS.items():
+    register(getattr(import_module(f"pcg.peft.{_file}"), _name))
 
 
 def parameter_kind(source: str) -> ParameterKind:
@@ -36,6 +56,11 @@ def parameter_kind(source: str) -> ParameterKind:
 def is_shorthand(value: object) -> bool:
     """Return whether a word means a recipe; any other string is a path."""
     return isinstance(value, str) and value.lower() in SHORTHANDS
+
+
+def is_saved(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether a value of `peft` is the path or the hub id of a saved adapter."""
+    return isinstance(value, str | os.PathLike) and not is_shorthand(value)
 
 
 def recipe_from(config: object, *, saved: bool = False) -> Recipe:
@@ -82,6 +107,21 @@ def _fields(config: object) -> dict[str, Any]:
     return dict(to_dict())
 
 
+def learning_labels(recipe: Recipe) -> Recipe:
+    """Return a recipe that trains the head of a sequence classifier whole, as peft's.
+
+    Raises:
+        UnsupportedError: the method trains no module whole.
+    """
+    if not isinstance(recipe, LoraConfig):
+        raise UnsupportedError(
+            f"{recipe.method} on a sequence classifier, whose head pcg trains with LoRA alone; use "
+            "LoRA"
+        )
+    saved = dict.fromkeys((*(recipe.modules_to_save or ()), *HEADS_OF_LABELS))
+    return replace(recipe, modules_to_save=tuple(saved))
+
+
 def _method_of(fields: Json) -> type[Recipe]:
     if "peft_type" not in fields:
         raise AdapterError(
@@ -96,8 +136,8 @@ def _method_of(fields: Json) -> type[Recipe]:
         )
     task = fields.get("task_type")
     task = getattr(task, "value", task)
-    if task not in (None, "", "CAUSAL_LM"):
-        raise UnsupportedError(f"task_type={task}: pcg does CAUSAL_LM alone")
+    if task not in (None, "", *TASKS):
+        raise UnsupportedError(f"task_type={task}: pcg does {' and '.join(TASKS)}")
     return RECIPES[method]
 
 

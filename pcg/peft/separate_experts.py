@@ -83,10 +83,10 @@ def _named(recipe: LoraConfig, joined: LoraConfig, paths: Iterable[str]) -> Lora
     Dense layers, of which it has paths, may share the names of experts, of which it may have none.
     """
     parameters = [name for name, _ in filter(None, map(parameter_of, paths))]
-    own = [path for path in paths if parameter_of(path) is None and joined.bypass(path) is None]
+    plain = [path for path in paths if parameter_of(path) is None and joined.bypass(path) is None]
     targets = joined.target_modules
     if isinstance(targets, tuple):
-        targets = tuple(sorted({*targets, *own}))
+        targets = tuple(sorted({*targets, *plain}))
     adapted = tuple(
         name for name in joined.target_parameters or () if any(p.endswith(name) for p in parameters)
     )

@@ -11,23 +11,28 @@ import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pcg.errors import AdapterError
 from pcg.ir.module_paths import (
     did_you_mean,
     ends_in,
     first_match,
+    is_embedding,
     is_plain,
     match_start,
     matches_end,
     matches_whole,
+    module_name,
     name_list,
     parameter_of,
 )
 from pcg.peft.method import Bypass
 from pcg.peft.recipe import ALL_LINEAR, Names, Recipe
 from pcg.units import is_finite
+
+if TYPE_CHECKING:
+    from pcg.ir.program.program import ModelGraph
 
 # model_type -> the default modules of most methods; the decoders among
 # TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING in peft 0.21.2 (peft/utils/constants.py).
@@ -67,6 +72,8 @@ class TargetedRecipe(Recipe):
     """model_type -> the adapted modules if a recipe names none."""
     patterns: ClassVar[Names] = ()
     """Fields whose keys are regexes for the end of an adapted module's path."""
+    adapts_embeddings: ClassVar[bool] = False
+    """True if it may adapt token embeddings."""
 
     target_modules: Names | str | None = None
 
@@ -95,7 +102,12 @@ class TargetedRecipe(Recipe):
         self, paths: Names, output_layer: str | None = None, model_type: str | None = None
     ) -> dict[str, Bypass]:
         recipe = self.for_model(paths, output_layer, model_type)
-        recipe._check_names(tuple(path for path in paths if parameter_of(path) is None))
+        modules = [
+            module_name(path)
+            for path in paths
+            if parameter_of(path) is None and (self.adapts_embeddings or not is_embedding(path))
+        ]
+        recipe._check_names(modules)
         recipe._check_parameters(paths)
         every = {path: recipe.bypass(path, output_layer) for path in paths}
         adapted = {path: bypass for path, bypass in every.items() if bypass is not None}
@@ -105,19 +117,23 @@ class TargetedRecipe(Recipe):
                 f"{recipe.exclude_modules!r} and layers_to_transform={recipe.layers_to_transform} "
                 f"leave none of the {len(paths)} linear modules; {name_list(paths)}"
             )
-        recipe._check_layers([path for path in paths if parameter_of(path) is None])
+        recipe._check_layers(modules)
         for name in recipe.patterns:
             _check_pattern(name, getattr(recipe, name), adapted)
         return adapted
 
-    def check_embeddings(self, paths: Names) -> None:
+    def check_embeddings(self, model: ModelGraph) -> None:
         if self.target_modules is None or self.is_all_linear:
             return
-        for path in paths:
-            if self._wants(path, None) and not self._is_excluded(path):
+        adapted = {module_name(site) for site in model.embedding_sites()}
+        for path in model.embedding_modules():
+            is_target = self._wants(path, None) and not self._is_excluded(path)
+            if is_target and not (self.adapts_embeddings and path in adapted):
+                what = "and token embeddings " if self.adapts_embeddings else ""
                 raise AdapterError(
                     f"target_modules={self.target_modules!r} includes {path}, an embedding, and "
-                    f"{self.title} adapts linear modules alone; leave it out of target_modules"
+                    f"{self.title} adapts linear modules {what}alone; leave it out of "
+                    "target_modules"
                 )
 
     @property
@@ -183,14 +199,16 @@ class TargetedRecipe(Recipe):
         if (parameter := parameter_of(path)) is not None:
             return self.adapts(parameter[0])
         targets = () if self.target_modules is None else self.target_modules
-        if self.is_all_linear:
-            return path != output_layer
+        if self.is_all_linear or (is_embedding(path) and not self.adapts_embeddings):
+            return path != output_layer and not is_embedding(path)
+        path = module_name(path)
         if isinstance(targets, str) or path in targets or not self.layers_to_transform:
             return _matches(path, targets)
         return ends_in(path, targets) and self._layer(path) in self.layers_to_transform
 
     def _is_excluded(self, path: str) -> bool:
-        return parameter_of(path) is None and _matches(path, self.exclude_modules or ())
+        is_parameter = parameter_of(path) is not None
+        return not is_parameter and _matches(module_name(path), self.exclude_modules or ())
 
     def _layer(self, path: str) -> int | None:
         """Return the index of the module's layer: the first number, not that of an expert."""
@@ -225,8 +243,8 @@ class TargetedRecipe(Recipe):
         for name in self.target_parameters or ():
             if not any(_matches(path, (name,)) for path in parameters):
                 raise AdapterError(
-                    f"target_parameters has {name!r}, and pcg adapts weights of experts and of "
-                    f"routers as parameters{did_you_mean(name, parameters)}; "
+                    f"target_parameters has {name!r}, and pcg adapts weights of experts, each with "
+                    f"a dim of the experts, and of routers{did_you_mean(name, parameters)}; "
                     f"{name_list(parameters)}"
                 )
 
@@ -289,7 +307,7 @@ class PatternedRecipe(LayeredRecipe):
         return getattr(self, self.alpha_field)  # type: ignore[no-any-return]
 
     def rank_and_alpha(self, path: str) -> tuple[int, float]:
-        name, _ = parameter_of(path) or (path, 1)
+        name, _ = parameter_of(path) or (module_name(path), 1)
         rank = first_match(self.rank_pattern, name, getattr(self, self.rank_field))
         return rank, first_match(self.alpha_pattern, name, self._alpha)
 
@@ -371,7 +389,7 @@ def _check_targets(recipe: TargetedRecipe) -> None:
 def _check_pattern(name: str, patterns: Mapping[str, object], adapted: Collection[str]) -> None:
     """Raise an error for a key that matches no adapted module; peft only warns."""
     for pattern in patterns:
-        names = [(parameter_of(path) or (path,))[0] for path in adapted]
+        names = [(parameter_of(path) or (module_name(path),))[0] for path in adapted]
         if not any(matches_end(pattern, path) for path in names):
             raise AdapterError(
                 f"{name} has {pattern!r}, which matches none of the {len(adapted)} adapted modules"

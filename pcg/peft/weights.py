@@ -211,8 +211,28 @@ class ModuleWeights(ABC):
 
     @property
     def served(self) -> Mapping[str, Callable[[Around], Tensor]]:
-        """Functions that return a serving program's weights, by kind: a vector as [1, n]."""
-        return {kind: partial(_weight, weight) for kind, weight in self.parameters.items()}
+        """Functions that return a serving program's weights, by kind.
+
+        By default, vectors are [1, n] and B is transposed, both with the scale of `parameters`.
+        """
+        return {
+            kind: partial(_served, weight, is_up=self.kinds[kind].is_up)
+            for kind, weight in self.parameters.items()
+        }
+
+    @property
+    def can_merge(self) -> bool:
+        """True if a weight of the base can hold the change of these weights."""
+        return self.rank > 0
+
+    def merged(self, weight: Tensor, around: Around) -> Tensor:
+        """Return the base's weight [out, in], or [experts, out, in], with these weights in it."""
+        down, up = (make(around) for make in self.served.values())
+        return weight + up.t() @ down
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        """Return the base's bias [out] with these weights in it."""
+        return bias
 
     @property
     def rank(self) -> int:
@@ -264,8 +284,10 @@ class LowRankWeights(ModuleWeights):
         return len(self.b), self.a.shape[-1]
 
 
-def _weight(trained: AdapterWeight, around: Around) -> Tensor:
-    return trained.weight
+def _served(trained: AdapterWeight, around: Around, is_up: bool) -> Tensor:
+    if trained.weight.ndim == 1:
+        return (trained.weight * trained.scale).unsqueeze(0)
+    return trained.weight.t() * trained.scale if is_up else trained.weight
 
 
 def partners(path: str, parts: Mapping[str, Tensor], suffixes: Sequence[str]) -> list[Tensor]:

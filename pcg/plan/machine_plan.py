@@ -49,9 +49,23 @@ def _front(plan: PlanData) -> list[str]:
         )
         mark = "→" if candidate is not None and candidate is plan.chosen else " "
         lines.append(f"{mark} {'  '.join(cells)}".rstrip())
+        if mark == "→":
+            lines += _cheaper_tokens(plan)
     if len(plan.front) > len(shown):
         lines.append(f"  {len(plan.front) - len(shown)} more in --json and --html")
     return lines
+
+
+def _cheaper_tokens(plan: PlanData) -> list[str]:
+    """Name the next machine whose tokens are much cheaper than those of the cheapest machine."""
+    chosen, other = plan.chosen, plan.cheaper_tokens
+    if chosen is None or chosen.dollars_per_hour is None:
+        return []
+    if other is None or other.dollars_per_hour is None:
+        return []
+    price = other.dollars_per_hour / chosen.dollars_per_hour
+    tokens = plan.tokens_ratio(other)
+    return [f"  └ {other.machine}: {tokens:,.1f} × the tokens for {price:,.1f} × the price"]
 
 
 def _memory(chosen: Candidate) -> list[str]:
@@ -70,7 +84,7 @@ def _start(plan: PlanData, chosen: Candidate) -> list[str]:
     each = f"each of {replicas} replicas" if replicas > 1 else "it"
     lines = [f"start {each}:", f"  {plan.command(chosen)}"]
     if plan.workload.serving is not None:
-        lines.append('  and serve with pcg.load("program").engine(…), or measure: pcg bench serve')
+        lines.append(f"  {plan.serve_command(chosen)}")
     return lines
 
 

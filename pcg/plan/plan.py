@@ -17,6 +17,7 @@ from pcg.explain.capacity import usable_bytes
 from pcg.explain.planned_model import Setup
 from pcg.explain.report_builder import recipes_text
 from pcg.given_module import source_of
+from pcg.ir.program.program import is_classifier
 from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes
 from pcg.options import PlanOptions
@@ -26,6 +27,7 @@ from pcg.parallel.costs.cost_model import CostModel, SheetModel
 from pcg.passes.pipeline import Settings, pipeline
 from pcg.peft.adapter_files import recipes_of
 from pcg.peft.recipe import Recipe
+from pcg.peft.registry import learning_labels
 from pcg.plan.candidate import Candidate, Machine, cheapest, pareto_front
 from pcg.plan.evaluate import Replica, Wanted, sharing, too_large
 from pcg.plan.loads import Served
@@ -64,6 +66,8 @@ class Search:
         self.refused: dict[int, PcgError] = {}
         self._source, self._to_trace = source_of(model)
         self.name = self._source.name
+        if is_classifier(self._source.config):
+            recipes = {name: learning_labels(recipe) for name, recipe in recipes.items()}
         self._recipes = recipes
         self._wanted = wanted
         self._devices = devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from pcg.parallel.costs.step_costs import host_seconds
 from pcg.plan.candidate import Candidate
 from pcg.plan.workload import MachineWorkload
 from pcg.units import gib
+
+MUCH_LESS = 0.75
+"""The price of a token, relative to another, from which a plan names the machine."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,30 @@ class PlanData:
         if choice.accumulation > 1:
             words += ["--gradient-accumulation-steps", str(choice.accumulation)]
         return shlex.join([*words, "--data", "train.jsonl", "--adapter", "mine", "-o", "mine"])
+
+    def serve_command(self, candidate: Candidate) -> str:
+        """Return the command that serves the compiled program with the planned memory."""
+        sizes = candidate.memory_bytes
+        pool = sizes.get("kv_cache", 0) + sizes.get("served_adapters", 0)
+        words = ["pcg", "serve", "program", "--kv-cache-gib", f"{math.ceil(pool / 2**20) / 1024:g}"]
+        if self.tpot_slo_s is not None:
+            words += ["--tpot-slo-ms", f"{1e3 * self.tpot_slo_s:g}"]
+        return shlex.join(words)
+
+    @property
+    def cheaper_tokens(self) -> Candidate | None:
+        """The cheapest machine whose tokens cost at most `MUCH_LESS` of the chosen machine's."""
+        if self.chosen is None or (price := _token_price(self.chosen)) is None:
+            return None
+        cheaper = (
+            each for each in self.front if (_token_price(each) or price) <= MUCH_LESS * price
+        )
+        return min(cheaper, key=lambda each: each.dollars_per_hour or 0.0, default=None)
+
+    def tokens_ratio(self, candidate: Candidate) -> float:
+        """Return a candidate's tokens per second, relative to those of the chosen machine."""
+        assert self.chosen is not None
+        return (_made(candidate) or 0.0) / max(_made(self.chosen) or 0.0, 1e-9)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -184,9 +212,7 @@ def front_columns(plan: PlanData) -> Mapping[str, Cell]:
         columns["max req/s"] = lambda candidate: _number(candidate.sustained_per_s)
     if any(candidate.dollars_per_hour is not None for candidate in front):
         columns["$/h"] = lambda candidate: _dollars(candidate.dollars_per_hour)
-        columns["$/M tokens"] = lambda candidate: _dollars(
-            candidate.dollars_per_million(_made(candidate))
-        )
+        columns["$/M tokens"] = lambda candidate: _dollars(_token_price(candidate))
     return columns
 
 
@@ -205,6 +231,10 @@ def _made(candidate: Candidate) -> float | None:
         if candidate.choice is None
         else candidate.finetuning_tokens_per_s
     )
+
+
+def _token_price(candidate: Candidate) -> float | None:
+    return candidate.dollars_per_million(_made(candidate))
 
 
 def _batch(candidate: Candidate) -> str:

@@ -2,7 +2,8 @@
 
 Every rank runs the same calls in the same order. Bytes that a rank sends, by ring algorithms over n
 ranks: 2 (n - 1) / n of a tensor for an all-reduce, n - 1 times its part for an all-gather or a
-reduce-scatter. A gather takes each rank's part to the first, which sends nothing.
+reduce-scatter. A gather takes each rank's part to the first, which sends nothing. An all-to-all
+sends the rows for other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,21 @@ from pcg.errors import ParallelError, RankLostError
 
 ROLL_CALL_S = 2.0
 """The time that a rank waits to hear which others are still there, once one is gone."""
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast", "send")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "gather", "broadcast", "send",
+)  # fmt: skip
 """The kinds of messages that ranks exchange."""
 
 PendingCollective: TypeAlias = Callable[[], Any]
 """A collective that has begun: called once, it waits for it and returns its result."""
+
+
+class RowsToAll(NamedTuple):
+    """Rows for each rank, those of a rank together, and how many to each and from each."""
+
+    rows: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
 
 
 class Ranks:
@@ -62,6 +73,10 @@ class Ranks:
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         """Return the sum of the ranks' tensors for this rank; `parts` has a part for each rank."""
         return parts[0]
+
+    def all_to_all(self, x: RowsToAll) -> Tensor:
+        """Return the rows that the ranks have for this rank, in their order."""
+        return x.rows
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the ranks' tensors, in their order, on the first rank; an empty list on others."""
@@ -146,6 +161,9 @@ class ProcessRanks(Ranks):
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         return cast("Tensor", self._begin("reduce_scatter", parts, False)())
 
+    def all_to_all(self, x: RowsToAll) -> Tensor:
+        return cast("Tensor", self._begin("all_to_all", x, False)())
+
     def gather(self, x: Tensor) -> list[Tensor]:
         return cast("list[Tensor]", self._begin("gather", x, False)())
 
@@ -220,6 +238,12 @@ class ProcessRanks(Ranks):
             result = [] if self.rank else [torch.empty_like(sent) for _ in range(self.size)]
             run, what = partial(dist.gather, sent, result or None, group_dst=0), "a gather"
             moved_bytes = sent.nbytes if self.rank else 0
+        elif collective == "all_to_all":
+            rows, sent, received = x
+            result = rows.new_empty(sum(received), *rows.shape[1:])
+            run = partial(dist.all_to_all_single, result, rows, received, sent)
+            what, others = "an all-to-all", len(rows) - sent[self.rank]
+            moved_bytes = others * rows.shape[1:].numel() * rows.element_size()
         else:
             result = torch.empty_like(x[self.rank])
             run, what = partial(dist.reduce_scatter, result, x), "a reduce-scatter"

@@ -4,6 +4,8 @@ A rank's parameter describes its part of a tensor by `rows` of the whole's rows,
 layout `part` of these rows: of n ranks, rank r has entries r m/n … (r + 1) m/n of a partitioned dim
 of size m. Where c ranks share a part, those are entries p c m/n … (p + 1) c m/n, with p the
 quotient r / c. A tensor that is held as summands is whole on the first rank and zeros on others.
+Of E experts rank r has r E/n … (r + 1) E/n; B of LoRA on experts has their columns, i E + e, apart.
+Ranks that share experts have those of a part, and of these entries r % s m/s … of another dim.
 
 Replicas may hold parts of layers: a layer is gathered before it runs, and dropped after. The frozen
 tensors of a layer lie in a row in a flat memory of s bytes, and each of n replicas holds a part:
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -29,7 +31,7 @@ from pcg.errors import ParallelError
 from pcg.ir.graph import Parameter
 from pcg.ir.layouts import PRE_REDUCE
 from pcg.ir.program.layer_order import ROOMS
-from pcg.ir.types import is_format
+from pcg.ir.types import State, is_format
 from pcg.ranks.group import Ranks
 
 Ranges = tuple[tuple[int, int], ...]
@@ -46,22 +48,32 @@ def ranges_of(parameter: Parameter, shape: Sequence[int], ranks: Ranks) -> Range
     ranges = [(0, size) for size in shape]
     if parameter.rows:
         ranges[max(-2, -len(ranges))] = parameter.rows
-    dim = parameter.part.dim
-    if dim:
-        start, stop = ranges[dim]
-        place, size = part_of(parameter, stop - start, ranks)
-        ranges[dim] = (start + place, start + place + size)
+    for dim, part in ((parameter.part.dim, part_of), (parameter.part.part, shared_part_of)):
+        if dim:
+            start, stop = ranges[dim]
+            place, size = part(parameter, stop - start, ranks)
+            ranges[dim] = (start + place, start + place + size)
     return tuple(ranges)
 
 
 def part_of(parameter: Parameter, size: int, ranks: Ranks) -> tuple[int, int]:
     """Return the start and the size of a rank's part of a dim."""
-    part = size // (ranks.size // parameter.copies)
-    return ranks.rank // parameter.copies * part, part
+    alike = parameter.copies * parameter.part.sharers
+    part = size // (ranks.size // alike)
+    return ranks.rank // alike * part, part
+
+
+def shared_part_of(parameter: Parameter, size: int, ranks: Ranks) -> tuple[int, int]:
+    """Return the start and the size of a rank's part of a dim that ranks of an expert share."""
+    part = size // parameter.part.sharers
+    return ranks.rank % parameter.part.sharers * part, part
 
 
 def has_zeros(parameter: Parameter, ranks: Ranks) -> bool:
     """Return whether a rank holds zeros, as a summand."""
+    _, _, sharers, part = parameter.part
+    if sharers > 1 and not part:
+        return ranks.rank % sharers > 0
     return parameter.part == PRE_REDUCE and ranks.rank > 0
 
 
@@ -69,9 +81,39 @@ def shard_of(whole: Tensor, parameter: Parameter, ranks: Ranks) -> Tensor:
     """Return a rank's shard of a tensor; a view if it is a part of it."""
     if not is_sharded(parameter):
         return whole
+    if _is_apart(parameter):
+        whole = part_of_experts(whole, -1, parameter, ranks)
+        if not parameter.rows and not parameter.part.part:
+            return whole
+        parameter = replace(parameter, part=parameter.part._replace(dim=0))
     ranges = ranges_of(parameter, whole.shape, ranks)
     piece = whole[tuple(slice(*bounds) for bounds in ranges)]
     return torch.zeros_like(piece) if has_zeros(parameter, ranks) else piece
+
+
+def joined_shards(shards: Sequence[Tensor], parameter: Parameter) -> Tensor:
+    """Join the shards of all ranks, each part once, to the tensor of the parameter's rows."""
+    _, dim, sharers, part = parameter.part
+    if part:
+        runs = (shards[first : first + sharers] for first in range(0, len(shards), sharers))
+        shards = [torch.cat([*run], part) for run in runs]
+    if not _is_apart(parameter):
+        return torch.cat([*shards], dim)
+    experts = parameter.experts // len(shards)
+    return torch.cat([shard.unflatten(-1, (-1, experts)) for shard in shards], -1).flatten(-2)
+
+
+def part_of_experts(whole: Tensor, dim: int, parameter: Parameter, ranks: Ranks) -> Tensor:
+    """Return the entries i E + e of a dim that belong to a rank's experts, in a new tensor."""
+    start, size = part_of(parameter, parameter.experts, ranks)
+    used = whole.shape[dim] // parameter.experts * parameter.experts  # of a padded stack
+    by_rank = whole.movedim(dim, -1)[..., :used].unflatten(-1, (-1, parameter.experts))
+    part: Tensor = by_rank[..., start : start + size].flatten(-2).movedim(-1, dim)
+    return part
+
+
+def _is_apart(parameter: Parameter) -> bool:
+    return parameter.part.state is State.ROUTED and parameter.part.dim == -1
 
 
 Key = TypeVar("Key")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,11 +65,10 @@ class WandbSink(Sink):
     def __init__(self, folder: Path, facts: RunFacts, config: Mapping[str, Any]) -> None:
         import wandb
 
-        digest = hashlib.sha256(f"{folder} {facts.begun_s!r}".encode()).hexdigest()
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pcg"),
             name=facts.name,
-            id=digest[:16],
+            id=_digest(folder, facts),
             resume="allow",
             dir=str(folder),
             config=dict(config),
@@ -82,7 +82,60 @@ class WandbSink(Sink):
         self._run.finish(exit_code=0 if is_completed else 1)
 
 
-SINKS = ("tensorboard", "wandb")
+# -------------------------------------------------------------------------------------- mlflow sink
+
+
+class MlflowSink(Sink):
+    """Logs to a run with the record's digest as a tag, so that a resumed run stays the same run.
+
+    MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply. The configuration is an artifact, and its
+    plain values are parameters.
+    """
+
+    def __init__(self, folder: Path, facts: RunFacts, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._client = Metric, MlflowClient()
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "pcg")
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = (
+            client.create_experiment(name) if experiment is None else experiment.experiment_id
+        )
+        tag = _digest(folder, facts)
+        known = client.search_runs([experiment_id], f"tags.pcg_record = '{tag}'", max_results=1)
+        if known:
+            self._id = known[0].info.run_id
+            client.update_run(self._id, status="RUNNING")
+            return
+        tags = {"pcg_record": tag}
+        self._id = client.create_run(experiment_id, run_name=facts.name, tags=tags).info.run_id
+        client.log_dict(self._id, dict(config), "config.json")
+        plain = {name: value for name, value in config.items() if isinstance(value, _PLAIN)}
+        client.log_batch(self._id, params=[Param(name, str(x)) for name, x in plain.items()])
+
+    def log(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            self._metric(name, float(value), now_ms, step)
+            for name, value in numbers.items()
+            if value is not None
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def end(self, *, is_completed: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if is_completed else "FAILED")
+
+
+_PLAIN = (str, int, float, bool)
+
+
+def _digest(folder: Path, facts: RunFacts) -> str:
+    """Return a name of a record for other systems."""
+    return hashlib.sha256(f"{folder} {facts.begun_s!r}".encode()).hexdigest()[:16]
+
+
+SINKS = ("mlflow", "tensorboard", "wandb")
 """Names of sinks, which are also names of their libraries and of pcg's extras."""
 
 
@@ -116,6 +169,8 @@ def open_sinks(
         try:
             if kind == "tensorboard":
                 sinks.append(TensorBoardSink(folder, config, done))
+            elif kind == "mlflow":
+                sinks.append(MlflowSink(folder, facts, config))
             else:
                 sinks.append(WandbSink(folder, facts, config))
         except Exception as error:  # libraries raise own errors of networks and logins

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +13,18 @@ from typing import Any, Literal, TypeVar, Unpack, cast, get_args, overload
 import torch
 from torch import Tensor
 
-from pcg.errors import FinetuneError, GenerationError, UnsupportedError
-from pcg.ir.program.program import Program, short_positions
+from pcg.errors import AdapterError, FinetuneError, GenerationError, UnsupportedError
+from pcg.files import expanded, is_there, write_text
+from pcg.ir.program.program import Program, labels_of, short_positions
+from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import on_device
 from pcg.keywords import takes
+from pcg.pages import fact_table
 from pcg.peft.adapter import Adapter
-from pcg.peft.adapter_files import write_adapter
+from pcg.peft.adapter_files import has_adapter, write_adapter, write_template
+from pcg.peft.arithmetic import CombineArguments, combined
+from pcg.peft.model_card import NAME as CARD
+from pcg.peft.model_card import model_card
 from pcg.ranks.agreement import agreed, check_call, check_same
 from pcg.ranks.group import Ranks, run_on_first
 from pcg.runtime.engine.async_engine import AsyncEngine
@@ -31,17 +39,21 @@ from pcg.runtime.requests.request import (
     Pooling,
     Request,
     RequestFields,
+    classifying,
     completions_of,
+    label_probabilities,
     make_request,
     make_requests,
 )
 from pcg.runtime.sampling.sampling_params import SamplingFields
+from pcg.runtime.text.chat import ChatTemplate, Message
 from pcg.runtime.text.tokenizer import Tokenizer
 from pcg.runtime.training.finetuning import finetune
 from pcg.runtime.training.options import FinetuneArguments, FinetuneResult
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.trainer.datum import TrainerArguments
 from pcg.runtime.training.trainer.trainer import Trainer, trainer_here
+from pcg.source import push_adapter
 from pcg.value_checks import check_padding
 
 
@@ -59,14 +71,21 @@ def whole_logits(
             raise GenerationError(f"sequence {i} has no tokens; give at least one")
         if short is not None and len(sequence) > short:
             raise UnsupportedError(
-                f"sequence {i} has {len(sequence)} tokens, and pcg rotates by the short factors of "
-                f"LongRoPE, which are for {short} positions; use a shorter one"
+                f"sequence {i} has {len(sequence)} tokens; beyond {short}, the model has other "
+                "rotary frequencies or sparse attention, which pcg does not compute; use a shorter "
+                "sequence"
             )
         check_padding(sequence, f"sequence {i}", state.program.padding, UnsupportedError)
     return state.logits(state.serving.runner, state.serving.tables, sequences, adapters)
 
 
 Result = TypeVar("Result")
+
+
+NO_TOKENIZER = (
+    "the model has no tokenizer; put a tokenizer.json into its directory (in Python, set "
+    "executor.tokenizer)"
+)
 
 
 class Executor:
@@ -78,6 +97,18 @@ class Executor:
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
+
+    def _repr_html_(self) -> str:
+        """Return the model and its adapters as a table, which notebooks show."""
+        base = self.program.base
+        facts = {
+            "layers": len(base.layers),
+            "dtype": TORCH_NAMES[base.dtype],
+            "device": self.device,
+            "ranks": self.ranks.size,
+            "adapters": ", ".join(self.adapters) or "none",
+        }
+        return fact_table(f"{self.program.config['model_type']} of pcg", facts)
 
     @property
     def program(self) -> Program:
@@ -101,6 +132,17 @@ class Executor:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None without a tokenizer.json."""
         return self.state.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        """Replace the tokenizer by that of a directory, of a hub id, or of transformers.
+
+        Raises:
+            EngineError: an engine runs.
+            ModelNotFoundError, ConfigError: the tokenizer cannot be read.
+        """
+        self.state.check_no_engine("another tokenizer", "set it before the engine starts")
+        self.state.set_tokenizer(None if tokenizer is None else Tokenizer.of(tokenizer))
 
     @property
     def max_positions(self) -> int | None:
@@ -182,6 +224,102 @@ class Executor:
             return chunks
         completions = completions_of(chunks)
         return completions[0] if single and len(completions) == 1 else completions
+
+    def classify(
+        self, texts: str | Sequence[str], adapter: str | Sequence[str | None] | None = None
+    ) -> list[dict[str, float]]:
+        """Return the probability of each label of a sequence classifier, for each text.
+
+        Args:
+            texts: a text, texts, or lists of token ids.
+            adapter: a name for all texts, a name for each, or None for the base.
+        Raises:
+            GenerationError: the model is no sequence classifier, or as in `generate`.
+        """
+        labels = labels_of(self.program.config)
+        if not labels:
+            raise GenerationError(
+                "the model is a causal LM; compile it with labels=[…], or give a checkpoint of a "
+                "sequence classifier"
+            )
+        several = [texts] if isinstance(texts, str) else texts
+        requests = make_requests(self.state, several, adapter, classifying(len(labels)))
+        each = map(label_probabilities, completions_of(self._served(requests)))
+        return [dict(zip(labels, probabilities, strict=True)) for probabilities in each]
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        adapter: str | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        chat_template: str | os.PathLike[str] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        **sampling: Unpack[SamplingFields],
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        adapter: str | None = ...,
+        *,
+        stream: Literal[True],
+        chat_template: str | os.PathLike[str] | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        **sampling: Unpack[SamplingFields],
+    ) -> Iterator[Chunk]: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        adapter: str | None = None,
+        *,
+        stream: bool = False,
+        chat_template: str | os.PathLike[str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Unpack[SamplingFields],
+    ) -> Completion | Iterator[Chunk]:
+        """Answer a conversation, rendered by the chat template of the adapter or of the model.
+
+        Args:
+            messages: {"role", "content"} in order; the last is usually the user's.
+            adapter: a name, or None for the base.
+            stream: return an iterator over chunks of text.
+            chat_template: the template, instead of the adapter's: a file, or its text.
+            chat_template_kwargs: variables of the template, such as enable_thinking.
+            sampling: as in `generate`, with n=1.
+        Raises:
+            ConfigError: the template cannot be used.
+            GenerationError: no tokenizer or template, a refused message, or as in `generate`.
+            AdapterError: no adapter has that name.
+        """
+        if sampling.get("n", 1) != 1:
+            raise GenerationError(f"n={sampling['n']}; a chat has one answer, use generate")
+        tokenizer = self.chat_tokenizer(adapter, chat_template)
+        ids = tokenizer.encode_chat(messages, **(chat_template_kwargs or {}))
+        if stream:
+            return self.generate([ids], adapter, stream=True, **sampling)
+        (completion,) = self.generate([ids], adapter, **sampling)
+        return completion
+
+    def chat_tokenizer(
+        self, adapter: str | None = None, chat_template: str | os.PathLike[str] | None = None
+    ) -> Tokenizer:
+        """Return the tokenizer with the template that renders chats with an adapter.
+
+        The tokens that end an answer stay those of the model.
+
+        Args:
+            chat_template: the template, instead of the adapter's: a file, or its text.
+        Raises:
+            ConfigError, GenerationError, AdapterError: see `chat`.
+        """
+        if self.tokenizer is None:
+            raise GenerationError(NO_TOKENIZER)
+        if chat_template is not None:
+            return replace(self.tokenizer, chat_template=ChatTemplate.read(chat_template))
+        template = None if adapter is None else self.state.adapter(adapter).chat_template
+        return self.tokenizer if template is None else self.tokenizer.with_template(template)
 
     def embed(
         self,
@@ -347,6 +485,26 @@ class Executor:
 
         return self._between_steps(add)
 
+    @takes(CombineArguments, AdapterError)
+    def combine_adapters(self, arguments: CombineArguments) -> Adapter:
+        """Add a LoRA adapter that combines others, as peft's `add_weighted_adapter`.
+
+        Raises:
+            AdapterConflictError: the name is in use, or a job trains the adapter.
+            AdapterError: no adapter has a name, or an argument is out of its range.
+            UnsupportedError: an adapter is no plain LoRA on linear modules.
+        """
+        state, name = self.state, arguments.name
+        if self._driving is not None:
+            state.check_no_engine("combine_adapters over ranks", "close it first")
+
+        def make() -> Adapter:
+            state.check_free(name, replace=arguments.replace)
+            adapters = [state.on_host(state.adapter(each)) for each in arguments.adapters]
+            return combined(arguments, adapters, state.program.base.module_shapes())
+
+        return self._between_steps(lambda: put_adapter(state, name, make))
+
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter. AdapterError: no adapter has the name."""
         if (driving := self._driving) is not None:
@@ -355,15 +513,65 @@ class Executor:
         check_call(self.ranks, f"remove_adapter({name!r})")
         self._between_steps(lambda: self.state.remove_adapter(name))
 
-    def save_adapter(self, name: str, path: str | Path) -> None:
-        """Write an adapter in peft's format, and replace the whole directory at that path."""
+    def save_adapter(self, name: str, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write an adapter in peft's format, with the tokenizer and a model card.
+
+        Args:
+            overwrite: replace the adapter that the directory has.
+        Raises:
+            AdapterError: no adapter has the name, the directory has an adapter, or it cannot be
+                written.
+        """
+        adapter, directory = self.state.adapter(name), expanded(path)
+
+        def write() -> None:
+            if has_adapter(directory) and not overwrite:
+                raise AdapterError(
+                    f"{path} has a saved adapter; give another directory, or overwrite=True"
+                )
+            write_adapter(adapter, path)
+            if not is_there(card := directory / CARD):
+                write_text(card, model_card(adapter))
+            if self.tokenizer is not None:
+                self.tokenizer.save(directory)
+            write_template(adapter, directory)
+
         if (driving := self._driving) is not None:
             driving.check_open()
-            write_adapter(self.state.adapter(name), path)
+            write()
             return
         check_call(self.ranks, f"save_adapter({name!r})")
-        adapter = self.state.adapter(name)
-        run_on_first(self.ranks, lambda: write_adapter(adapter, path))
+        run_on_first(self.ranks, write)
+
+    def push_to_hub(
+        self,
+        name: str,
+        repo: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        message: str = "Upload an adapter",
+    ) -> str:
+        """Upload an adapter, as `save_adapter` writes it; return the address of the commit.
+
+        Args:
+            repo: the hub's OWNER/NAME; created if it does not exist.
+            private: create a private repository; None for the owner's default.
+            token: the hub's token; by default that of `hf auth login` or HF_TOKEN.
+            message: the message of the commit.
+        Raises:
+            AdapterError: no adapter has the name, or the hub refuses the upload.
+        """
+        urls: list[str] = []
+
+        def push() -> None:
+            options: dict[str, Any] = {"private": private, "token": token}
+            urls.append(push_adapter(directory, repo, message=message, **options))
+
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_adapter(name, directory)
+            run_on_first(self.ranks, push)
+        return "".join(urls)
 
     def refresh_adapter(self, name: str) -> None:
         """Serve an adapter's tensors after a change in place, as the next version."""
@@ -393,7 +601,7 @@ class Executor:
         """
         self.state.check_no_engine("Executor.finetune", "call finetune of that engine")
         with on_device(self.device):
-            return finetune(self.state, arguments)
+            return finetune(self.state, arguments, self.generate)
 
     @takes(TrainerArguments, FinetuneError)
     def trainer(self, arguments: TrainerArguments) -> Trainer:

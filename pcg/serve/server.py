@@ -183,15 +183,19 @@ def serve(
                         server.reload()
 
                 server = Server(service, text, reread, say, begun)
-                # The loaded objects live until the end, so full collections can skip them.
-                gc.collect()
-                gc.freeze()
+                # The loaded objects live until the end, so full collections can skip them. A
+                # process that froze objects itself keeps them.
+                freezes = gc.get_freeze_count() == 0
+                if freezes:
+                    gc.collect()
+                    gc.freeze()
                 gc.enable()
                 began_s = time.monotonic()
                 try:
                     server.run([listener.take().dup()])  # closes its copy
                 finally:
-                    gc.unfreeze()
+                    if freezes:
+                        gc.unfreeze()
                     service.close()
                 generation = service.part(GenerationConfig)
                 return server, None if client.ended is None else time.monotonic() - began_s

@@ -24,12 +24,12 @@ import itertools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import Any, TypeVar
 
-import torch
+import torch.fx.config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pcg.errors import PcgError, TraceError, UnsupportedError
 from pcg.ir.program.program import first_position
 from pcg.source import COMPOSITE, COMPOSITES
-from pcg.trace.layer_kinds import configs_of, layer_kinds, schedule_of
+from pcg.trace.layer_kinds import configs_of, layer_kinds, layer_of, schedule_of
 from pcg.trace.markers import (
     IMPLEMENTATION,
     NumbersOnMeta,
@@ -51,18 +51,21 @@ from pcg.trace.markers import (
 from pcg.trace.model_config import (
     check_module,
     check_positions,
+    class_of,
     in_one_line,
     parse_config,
     positions_of,
     renamings_of,
 )
 from pcg.trace.prepared_module import (
+    with_all_logits,
     with_attention,
     with_frozen,
     with_layers,
     with_modules_of_their_own,
     without_custom_gradients,
 )
+from pcg.trace.replaced_methods import of_classes
 
 # ----------------------------------------------------------------------------------------- dry runs
 
@@ -422,6 +425,7 @@ def _export_with(
         prepared.enter_context(with_attention(model, implementation, experts=IMPLEMENTATION))
         prepared.enter_context(of_attention(model_implementation))
         prepared.enter_context(of_sequences(model))
+        prepared.enter_context(of_classes(model))
         prepared.enter_context(with_modules_of_their_own(model))
         if is_given and not whole:
             most = positions_of(model.config) or 2**20
@@ -432,11 +436,12 @@ def _export_with(
             chosen = list(range(len(kinds)))
             schedule = tuple(chosen)
         prepared.enter_context(with_layers(model, path, chosen))
+        prepared.enter_context(with_all_logits(model))
         check_no_recurrence(model, run)
         if is_given:
             check_gradients(model, run)
         constants = _constant_buffers(model)
-        names = _checkpoint_names(model)
+        names = _checkpoint_names(model, path, chosen)
         program = _export(model)
     prefix = str(getattr(model, "base_model_prefix", ""))
     attention = _usual_attention(model)
@@ -456,19 +461,18 @@ def _usual_attention(model: nn.Module) -> str:
 
 
 def _build(config: Any, implementation: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     register_markers()
     config = copy.deepcopy(config)
     config._experts_implementation = IMPLEMENTATION
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+            kind = class_of(config)
+            model: nn.Module = kind._from_config(config, attn_implementation=implementation)
     except Exception as error:
         raise _NotThisWay(f"{_BUILDING} {in_one_line(error)}") from error
     if path := COMPOSITES.get(getattr(config, COMPOSITE, "")):
         _place_at(path, model)
-    return model.requires_grad_(False)  # type: ignore[no-any-return]
+    return model.requires_grad_(False)
 
 
 class _Composite(nn.Module):
@@ -483,14 +487,19 @@ def _place_at(path: str, model: Any) -> None:
     """Give a language model the module paths, and so the adapters, of a composite checkpoint."""
     outer, _, inner = path.partition(".")
     composite = _Composite()
-    composite.add_module(inner, getattr(model, model.base_model_prefix))
-    delattr(model, model.base_model_prefix)
+    # Mllama's prefix is that of its checkpoints.
+    base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+    composite.add_module(inner, getattr(model, base))
+    delattr(model, base)
     model.add_module(outer, composite)
     model.base_model_prefix = outer
 
 
-def _checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """Return parameters and buffers of a checkpoint; tied tensors map to the stored name."""
+def _checkpoint_names(model: nn.Module, path: str, chosen: Sequence[int]) -> dict[str, str]:
+    """Return parameters and buffers of a checkpoint; tied tensors map to the stored name.
+
+    `chosen` has the index in the whole model of each layer at the path.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     held: dict[int, str] = {}
@@ -498,6 +507,12 @@ def _checkpoint_names(model: nn.Module) -> dict[str, str]:
         if name not in tied:
             held.setdefault(id(parameter), name)
     names = {name: held.get(id(parameter), name) for name, parameter in parameters.items()}
+    for name, stored in names.items():
+        place, owner = layer_of(name, path), layer_of(stored, path)
+        if place is not None and owner is not None and owner[0] != place[0]:
+            names[name] = f"{path}.{chosen[owner[0]]}.{owner[1]}"
+            if parameters.get(names[name], parameters[name]) is not parameters[name]:
+                raise UnsupportedError(f"{stored} is shared by layers, and {names[name]} is not")
     return names | {name: name for name in _persistent_buffers(model)}
 
 
@@ -570,6 +585,8 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     own_forward = vars(model).get("forward")
     validates = Distribution._validate_args  # branches on the values of its numbers
     Distribution.set_default_validate_args(False)
+    no_stacks = getattr(torch.fx.config, "do_not_emit_stack_traces", False)  # not in torch 2.11
+    torch.fx.config.do_not_emit_stack_traces = True  # of each node: a tenth of the time
     last = model.register_forward_hook(logits, with_kwargs=True)
     model.forward = forward
     try:
@@ -581,6 +598,7 @@ def _export(model: nn.Module) -> torch.export.ExportedProgram:
     except Exception as error:
         raise _NotThisWay(_reason(error)) from error
     finally:
+        torch.fx.config.do_not_emit_stack_traces = no_stacks
         Distribution.set_default_validate_args(validates)
         last.remove()
         del model.forward

@@ -111,13 +111,13 @@ class _Importer:
                 continue
             self.flat.scope = scope_of(node)
             try:
-                values[node] = self._call(node, module)
+                values[node] = self._call(node, module, live)
             except TypeCheckError as error:
                 raise refusal(node, str(error)) from error
 
-    def _call(self, node: Node, module: torch.fx.GraphModule) -> Any:
+    def _call(self, node: Node, module: torch.fx.GraphModule, live: set[Node]) -> Any:
         if node in self._scores:
-            return self._score_attention(node)
+            return self._score_attention(node, live)
         if str(node.target) == _REGION:
             return self._subgraph(node, module)
         if node.target is python_operator.getitem:
@@ -239,19 +239,36 @@ class _Importer:
 
     # ------------------------------------------------------------------------- score attention
 
-    def _score_attention(self, node: Node) -> FlatValue:
-        """Import a recognised attention, in the layout of its product."""
+    def _score_attention(self, node: Node, live: set[Node]) -> FlatValue:
+        """Import a recognised attention, in the layout of its product.
+
+        Attentions with the same queries and keys are a single one, with all their values.
+        """
         flat, attention = self.flat, self._scores[node]
+        if node in flat.values:
+            return flat.values[node]  # type: ignore[no-any-return]
         dtype = dtype_of(node.meta["val"])
-        inputs = []
-        for x in (flat.tensor(n) for n in (attention.q, attention.k, attention.v)):
+        alike = [
+            other
+            for other, each in self._scores.items()
+            if other in live and each.v in flat.values and replace(each, v=attention.v) == attention
+        ]
+
+        def in_heads(of: Node) -> str:
+            x = flat.tensor(of)
             heads = x.features if len(x.features) == 2 else (1, *x.features)
-            inputs.append(self._narrowed(flat.reshape(x.name, heads), dtype))
+            return self._narrowed(flat.reshape(x.name, heads), dtype)
+
+        values = [in_heads(self._scores[other].v) for other in alike]
+        inputs = [in_heads(attention.q), in_heads(attention.k)]
+        inputs.append(flat.add("concat", *values, dim=-1) if values[1:] else values[0])
         attributes: dict[str, Any] = {
             "scale": float(attention.scale),  # configurations may have ints
             "window": attention.window,
             "softcap": float(attention.softcap),
         }
+        if attention.chunk:
+            attributes["chunk"] = attention.chunk
         if attention.slopes:
             slopes = flat.constant(
                 "alibi_slopes", torch.tensor(attention.slopes, dtype=torch.float32)
@@ -261,10 +278,17 @@ class _Importer:
         if attention.sinks is not None:
             inputs.append(flat.tensor(attention.sinks).name)
             attributes["sinks"] = True
-        out = flat.add_many("attention", *inputs, **attributes)[0]
-        shape = traced_shape(node)
-        tags = "".join("t" if s is None else "d" for s in shape)
-        return flat.reshaped(out, "b" + tags[1:] if len(shape) == 4 else tags, shape)
+        whole = flat.add_many("attention", *inputs, **attributes)[0]
+        stop = 0
+        for other, value in zip(alike, values, strict=True):
+            start, stop = stop, stop + flat.builder.types[value].features[-1]
+            of_value = {"dim": -1, "start": start, "stop": stop}
+            out = flat.add("slice", whole, **of_value) if values[1:] else whole
+            shape = traced_shape(other)
+            tags = "".join("t" if s is None else "d" for s in shape)
+            tags = "b" + tags[1:] if len(shape) == 4 else tags
+            flat.values[other] = flat.reshaped(out, tags, shape)
+        return flat.values[node]  # type: ignore[no-any-return]
 
     def _narrowed(self, name: str, dtype: str) -> str:
         """Return the value in the attention's dtype, from before the model widens it."""

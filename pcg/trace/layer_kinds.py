@@ -35,7 +35,8 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
                 raise UnsupportedError(f"{path} of {name} holds one layer more than once")
             parent = model.get_submodule(path.rpartition(".")[0])
             of_places = [_of_place(model, parent, place, count) for place in range(count)]
-            return path, list(zip(map(fingerprint, module), of_places, strict=True))
+            shared = _shared_weights(model, path, count)
+            return path, list(zip(map(fingerprint, module), of_places, shared, strict=True))
     lists = [
         (len(module), path)
         for path, module in model.named_modules()
@@ -49,6 +50,28 @@ def layer_kinds(model: nn.Module) -> tuple[str, list[Hashable]]:
     )
 
 
+def _shared_weights(model: nn.Module, path: str, count: int) -> list[Hashable]:
+    """Return for each of the layers at a path its parameters of an earlier layer, by their names.
+
+    Such a layer is of another kind than one with weights of its own.
+    """
+    first: dict[int, str] = {}
+    shared: list[list[tuple[str, str]]] = [[] for _ in range(count)]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        place, owner = (
+            layer_of(each, path) for each in (name, first.setdefault(id(parameter), name))
+        )
+        if place is not None and owner is not None and owner[0] != place[0]:
+            shared[place[0]].append((place[1], first[id(parameter)]))
+    return list(map(tuple, shared))
+
+
+def layer_of(name: str, path: str) -> tuple[int, str] | None:
+    """Return the index of the layer of a parameter, and its name there; None outside the layers."""
+    index, _, rest = name.removeprefix(f"{path}.").partition(".")
+    return (int(index), rest) if name.startswith(f"{path}.") and index.isdecimal() else None
+
+
 def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Hashable:
     """Return the entries for an index in per-layer lists of the model.
 
@@ -60,7 +83,9 @@ def _of_place(model: nn.Module, parent: nn.Module, place: int, count: int) -> Ha
         for key, value in vars(holder).items()
         if isinstance(value, list | tuple) and len(value) == count and "token" not in key
     )
-    return tuple((key, _described(value, {})) for key, value in lists)
+    # Zamba 2's shared layers look up the part for each layer by its index.
+    parts = [vars(m)["layer_dic"].get(place) for m in parent.modules() if "layer_dic" in vars(m)]
+    return (*((key, _described(value, {})) for key, value in lists), tuple(parts))
 
 
 def fingerprint(layer: nn.Module) -> Hashable:

@@ -99,6 +99,9 @@ def _take(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
 own_attention: ContextVar[str] = ContextVar("own_attention", default="sdpa")
 """The attention implementation of the exported module, which the marker replaces."""
 
+EVERY_TOKEN = object()
+"""What an indexer chooses among as many tokens as sparse attention reads; see `short_positions`."""
+
 _WITHOUT_EFFECT = {
     "cache_position", "dropout", "layer_idx", "logits_to_keep", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
@@ -131,7 +134,7 @@ def of_attention(implementation: str) -> Iterator[None]:
     from transformers import AttentionInterface, masking_utils
 
     def checked(function: Any) -> None:
-        if not _is_of_transformers(function):
+        if not is_of_transformers(function):
             name = getattr(function, "__qualname__", type(function).__name__)
             raise ValueError(f"its attention {name} is not a function of transformers")
 
@@ -221,7 +224,8 @@ def _is_last(select: Node) -> bool:
     return dim in (-1, operand.meta["val"].dim() - 1)  # type: ignore[union-attr]
 
 
-def _is_of_transformers(function: Any) -> bool:
+def is_of_transformers(function: Any) -> bool:
+    """Return whether a function's code is in a file of transformers."""
     import transformers
 
     code = getattr(function, "__code__", None)
@@ -236,7 +240,7 @@ def _mask_interface(**arguments: Any) -> torch.Tensor | None:
     arguments["allow_is_causal_skip"] = False
     if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(f"its attention {implementation} is not a function of transformers")
-    if implementation != "eager" and _is_of_transformers(
+    if implementation != "eager" and is_of_transformers(
         ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     ):
         implementation = "sdpa"  # as a tensor, which flash and flex attention do not need
@@ -263,6 +267,7 @@ def _attention_interface(
         raise ValueError("sdpa attention does not cap scores; use attn_implementation='eager'")
     for name, option in options.items():
         is_neutral = option is None or option is False or name in _WITHOUT_EFFECT
+        is_neutral |= option is EVERY_TOKEN
         if not is_neutral or (name == "dropout" and option):
             raise ValueError(f"its attention is given {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -295,7 +300,7 @@ def of_sequences(model: nn.Module) -> Iterator[None]:
             module = sys.modules[name]
             for key, marker in _OF_SEQUENCES.items():
                 function = vars(module).get(key)
-                if function is not None and _is_of_transformers(inspect.unwrap(function)):
+                if function is not None and is_of_transformers(inspect.unwrap(function)):
                     setattr(module, key, replaced(function, marker))
                     undo.callback(setattr, module, key, function)
         yield

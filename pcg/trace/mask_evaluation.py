@@ -3,7 +3,8 @@
 Token dims have only the chosen positions, and operators that depend on a token's index take its
 position: a range, a triangle, a slice of a table. Only operators that are piecewise linear in
 positions are accepted, and their corners recorded; all others are refused by name. A corner results
-from a chain of at most three constants, such as 48 for (i - j) * 2 + 4 < 100.
+from a chain of at most three constants, such as 48 for (i - j) * 2 + 4 < 100. Positions may be
+divided into chunks only for the condition that two of them are in the same chunk.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class Evaluation:
         corners: the positions, or distances of positions, where the value changes its formula.
         conditions: the nodes with corners at constants.
         tables: the lengths of tables indexed by the position.
+        chunk: the size of chunks, within which a token may see keys; 0 without chunks.
     """
 
     def __init__(self, subgraph: Subgraph, tokens: int, positions: Sequence[int]) -> None:
@@ -145,6 +147,8 @@ class Evaluation:
         self.conditions: set[Node] = set()
         self._chains: dict[Node, tuple[tuple[float, ...], ...]] = {}
         self.tables: set[int] = set()
+        self.chunk = 0
+        self._chunks: dict[Node, int] = {}
         self._values: dict[Node, Any] = {}
         self._positional: set[Node] = set()
         self._scored: set[Node] = set()
@@ -272,7 +276,9 @@ class Evaluation:
         is_wide |= any(self._is_wide(x) for x in node.all_input_nodes)
         if not is_wide and not self._depends(node, self._positional | self._scored):
             return self._native(node)
-        return self._over_tokens(node, name)
+        self._compare_chunks(node, name)
+        is_chunked = name == "floor_divide" or _is_rounded(node)
+        return self._chunked(node) if is_chunked else self._over_tokens(node, name)
 
     def _is_wide(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -350,7 +356,7 @@ class Evaluation:
             return self._index(node)
         if name == "cumsum":
             return self._cumsum(node)
-        if name in _LINEAR and not _is_rounded(node):
+        if name in _LINEAR:
             return self._linear(node, name)
         if name in _LOGICAL and node.meta["val"].dtype == torch.bool:
             return self._native(node)
@@ -487,6 +493,30 @@ class Evaluation:
             raise self._refused(node, "its mask depends on the scores")
         self._note(node)
         return self._native(node)  # type: ignore[no-any-return]
+
+    def _chunked(self, node: Node) -> Tensor:
+        """Return positions by the size of a chunk, rounded down."""
+        x, size = (self._value(a) for a in node.args[:2])
+        modes = {"floor", "trunc", None}
+        is_position = isinstance(x, Tensor) and torch.equal(x.flatten(), self.positions)
+        is_chunk = type(size) is int and size > 0 and node.kwargs.get("rounding_mode") in modes
+        if not is_position or not is_chunk:
+            raise self._refused(node, f"its scores go through {node.target}")
+        self._chunks[node] = int(size)
+        return x // size  # type: ignore[no-any-return]
+
+    def _compare_chunks(self, node: Node, name: str) -> None:
+        """Accept a view of chunks, and whether two are equal, which hides keys of other chunks."""
+        if self._chunks.keys().isdisjoint(node.all_input_nodes):
+            return
+        first, *others = (self._chunks.get(x, 0) for x in node.all_input_nodes)
+        if name in _ALIKE or name in _EXPANDED:
+            self._chunks[node] = first
+        elif name in ("eq", "ne") and others == [first] and self.chunk in (0, first):
+            self.chunk = first
+            self.corners |= {first, 2 * first, 3 * first}
+        else:
+            raise self._refused(node, f"its scores go through {node.target} of chunks")
 
     def _is_flag(self, node: Node) -> bool:
         """Return whether a node is a condition, possibly as 0 and 1."""

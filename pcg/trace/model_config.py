@@ -10,6 +10,7 @@ their models; `python -m tests.support.model_table` writes that list.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from pcg.errors import ConfigError, PcgError, TraceError, UnsupportedError
-from pcg.ir.program.program import first_position, short_positions
+from pcg.ir.program.program import first_position, is_classifier, labels_of, short_positions
 from pcg.source import COMPOSITE, COMPOSITES
 from pcg.units import shown
 
@@ -81,23 +82,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "sparse attention",
-        "a token attends to tokens that are computed; pcg has causal attention to all or a window",
-        fields=r'"index_topk(_blocks)?": [1-9]|"attention_type": "block_sparse"|"lsh"',
-    ),
-    Cause(
-        "chunked attention",
-        "a token attends within its chunk; pcg has causal attention to all or a window",
-        fields=r'"chunked_attention"',
-    ),
-    Cause(
-        "experts in another form",
-        "pcg takes experts of transformers' common interface",
-        fields=r'"moe_num_experts": [1-9].*"moe_top_k"',
-        refusal=r"experts\.router",
+        "a token attends to computed tokens; pcg has causal attention to all, a window or a chunk",
+        fields=r'"index_topk(_blocks)?": [1-9]|"lsh"|"indexer_budget"',
     ),
     Cause(
         "another recurrence",
-        "pcg computes short convolutions, gated and Kimi's delta rules, and Mamba's state spaces",
+        "pcg computes short convolutions, delta rules, Mamba, RG-LRU and lightning attention",
         fields=r'"linear_attention"',
         refusal=r"mixes tokens by aten\.|\d times on \d+ tokens, in a loop",
     ),
@@ -125,7 +115,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "an attention in another form",
-        "pcg has causal attention, windows and ALiBi",
+        "pcg has causal attention, windows, chunks and ALiBi",
         refusal="has an attention that pcg cannot raise",
     ),
     POSITIONS,
@@ -270,7 +260,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         TraceError: transformers does not know or refuses it.
         UnsupportedError: pcg does not compile such a model; says why.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     fields = _decoded(dict(config))
     model_type = str(fields.pop("model_type", ""))
@@ -291,17 +281,96 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         raise TraceError(
             f"transformers refuses the configuration of this {model_type}: {in_one_line(error)}"
         ) from error
-    if not getattr(parsed, "is_encoder_decoder", False) and (
-        type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
+    if not getattr(parsed, "is_encoder_decoder", False) and class_of(parsed) is None:
         raise UnsupportedError(
             f"{model_type} is no causal LM in transformers; pcg compiles causal LMs"
         )
+    if getattr(parsed, "attention_type", None) == "block_sparse":
+        parsed.attention_type = "original_full"  # as BigBird up to `short_positions`
     is_known = short_positions(fields) is not None
     _check_supported(parsed, _LENGTH_DEPENDENT_ROPE[:1] if is_known else _LENGTH_DEPENDENT_ROPE)
     if COMPOSITE not in fields:  # its composite's own defaults, which transformers leaves out
         check_named(fields, parsed)
     return parsed
+
+
+def class_of(config: Any) -> Any:
+    """Return transformers' class for a configuration: a causal LM, or the classifier that it names.
+
+    None if transformers has none.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if is_classifier(config.to_dict()):
+        return check_classifier(config)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = type(config).__module__.split(".")[-2]
+    # A composite's causal LM may take the configuration of its language model.
+    if family not in CONFIG_MAPPING or CONFIG_MAPPING[family] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]]
+    return causal_lm if causal_lm.config_class is type(config) else None
+
+
+def check_classifier(config: Any) -> Any:
+    """Return transformers' sequence classifier of a configuration.
+
+    Raises:
+        UnsupportedError: there is none, or its loss or its head are of another kind.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None or not issubclass(kind, GenericForSequenceClassification):
+        raise UnsupportedError(
+            f"the sequence classifier of {config.model_type} has a head of its own; pcg takes "
+            "those with a linear head on the last token, as of Llama, Qwen and Gemma"
+        )
+    problem = getattr(config, "problem_type", None)
+    if config.num_labels < 2 or problem not in (None, "single_label_classification"):
+        raise UnsupportedError(
+            f"a sequence classifier with {config.num_labels} labels and problem_type={problem!r}; "
+            "pcg takes those that choose one of several labels"
+        )
+    names = labels_of(config.to_dict())
+    if len(set(names)) < len(names):
+        raise UnsupportedError(
+            f"id2label names two labels alike: {shown(list(names))}; rename them there, or by "
+            "labels=[…] (--labels)"
+        )
+    return kind
+
+
+def with_labels(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration of a sequence classifier over the layers of a causal LM.
+
+    Raises:
+        UnsupportedError: transformers has no classifier of the model's type, or the checkpoint's
+            head has another number of labels.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    )
+
+    model_type = config.get("model_type")
+    if model_type not in NAMES:
+        raise UnsupportedError(
+            f"labels={shown(list(labels))}: transformers has no sequence classifier of "
+            f"{model_type!r}; use a model of another type, or learn the labels as "
+            "texts of completions"
+        )
+    present = labels_of(config)
+    if present and len(present) != len(labels):
+        raise UnsupportedError(
+            f"labels={shown(list(labels))} names {len(labels)} classes, and the checkpoint's head "
+            f"has {len(present)}: {shown(list(present))}; name as many, or start from the causal LM"
+        )
+    numbered = {str(number): label for number, label in enumerate(labels)}
+    numbers = {label: number for number, label in enumerate(labels)}
+    named = {"architectures": [NAMES[model_type]], "id2label": numbered, "label2id": numbers}
+    return {**config, **named}
 
 
 def _decoded(value: Any) -> Any:
@@ -328,7 +397,7 @@ def _check_dtype(fields: Mapping[str, Any]) -> None:
 def positions_of(config: Any) -> int | None:
     """Return the number of positions of a transformers configuration; None if unbounded.
 
-    With LongRoPE, they are those of its short factors; RoBERTa's are those of tokens.
+    They are at most `short_positions`; RoBERTa's are those of tokens.
     """
     fields = config.to_dict()
     positions = short_positions(fields)
@@ -423,8 +492,9 @@ def _rope_types(parameters: object) -> set[str]:
 def renamings_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the patterns in names of a model's checkpoints, and their replacements.
 
-    They are those of transformers, applied in order, each at its first match. Tensors that are
-    split, joined or reordered have none.
+    They are those of transformers, applied in order, each at its first match. A tensor with the
+    rows of several has a replacement with the rows of each, such as `q_proj[0:64],k_proj[64:96]`.
+    Tensors that are otherwise split, joined or reordered have none.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -435,14 +505,32 @@ def renamings_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
     outer = get_checkpoint_conversion_mapping(composite) or () if path else ()
     # Without its composite, a language model's paths lack the prefix.
     read = ("WeightRenaming",) if path else ("WeightRenaming", "PrefixChange")
-    renamings = [
-        (_name_pattern(rule.source_patterns[0]), rule.target_patterns[0].replace(r"\.", "."))
-        for rule in (*outer, *rules)
-        if type(rule).__name__ in read and len(rule.source_patterns) == 1
-    ]
+    renamings = []
+    for rule in (*outer, *rules):
+        pattern, *others = rule.source_patterns
+        if type(rule).__name__ in read and not others:
+            target = rule.target_patterns[0].replace(r"\.", ".")
+            renamings.append((_name_pattern(pattern), target))
+        elif [type(each).__name__ for each in getattr(rule, "operations", ())] == ["Split"]:
+            replacement = _with_rows(model, pattern, rule.target_patterns)
+            renamings.append((_name_pattern(pattern), replacement))
     if path:  # of files with a causal LM in the place of its base model
         renamings.append((rf"^{re.escape(path)}\.model\.", f"{path}."))
     return tuple(renamings)
+
+
+def _with_rows(model: nn.Module, source: str, targets: Sequence[str]) -> str:
+    """Return the replacement of a tensor that has the rows of several, in order."""
+    sizes = dict.fromkeys(targets, 0)
+    for name, parameter in model.named_parameters():
+        sizes |= {target: len(parameter) for target in targets if f".{target}." in name}
+    stops = itertools.accumulate(sizes.values())
+    prefix = source.rpartition(".")[0]
+    parts = (
+        f"{target.rpartition('.')[2]}[{stop - sizes[target]}:{stop}]"
+        for target, stop in zip(targets, stops, strict=True)
+    )
+    return f"{prefix}{'.' * bool(prefix)}{','.join(parts)}"
 
 
 def _name_pattern(pattern: str) -> str:

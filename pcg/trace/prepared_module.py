@@ -7,6 +7,7 @@ part of it, refer to the traced module.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Iterator, Sequence
 from threading import get_ident
@@ -60,11 +61,19 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
     with contextlib.ExitStack() as undo:
         undo.callback(parent._modules.__setitem__, name, layers)
         parent._modules[name] = nn.ModuleList(layers[index] for index in chosen)
+        for module in parent.modules():
+            if known := vars(module).get("layer_dic"):  # Zamba 2's, by the index of a layer
+                undo.callback(vars(module).update, layer_dic=known)
+                vars(module)["layer_dic"] = {
+                    i: known[n] for i, n in enumerate(chosen) if n in known
+                }
         configs = configs_of(model)
         for holder in (parent, *configs):
             undo.callback(_restore, vars(holder), dict(vars(holder)))
             for key, value in list(vars(holder).items()):
-                if isinstance(value, list | tuple) and len(value) == count:
+                if key == "cross_attention_layers":  # Mllama's indices of layers for images
+                    vars(holder)[key] = [i for i, index in enumerate(chosen) if index in value]
+                elif isinstance(value, list | tuple) and len(value) == count:
                     vars(holder)[key] = type(value)(value[index] for index in chosen)
         for config in configs:
             # A table of per-layer inputs keeps the slices of all layers.
@@ -76,6 +85,28 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
                 places = {place: by_layer.get(index) for place, index in enumerate(chosen)}
                 config.per_layer_config = {place: each for place, each in places.items() if each}
         yield
+
+
+@contextlib.contextmanager
+def with_all_logits(model: nn.Module) -> Iterator[None]:
+    """Let a sequence classifier return logits for each token, not of a sequence's last alone."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if not isinstance(model, GenericForSequenceClassification):
+        yield
+        return
+
+    def forward(**inputs: Any) -> torch.Tensor:
+        base = model.get_submodule(model.base_model_prefix)
+        logits: torch.Tensor = model.score(base(**inputs).last_hidden_state)
+        return logits
+
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from pcg.ir.graph import Value
+from pcg.ir.program.program import STACKED
 from pcg.trace import elementwise_rules as elementwise
 from pcg.trace.complex_rules import polar, view_as_complex
 from pcg.trace.elementwise_rules import Rule, binary, broadcast, unary
@@ -140,8 +141,13 @@ def repeat(flat: FlatGraph, node: Node) -> FlatValue:
         return lies.named(flat.add("expand", name, shape=(-1,) * ("t" in x.tags) + lies.features))
     if added:
         raise refusal(node, "it adds dims")
-    if any(r != 1 and s != 1 for r, s in zip(repeats, x.shape, strict=True)):
-        raise refusal(node, "it tiles a dim of more than one entry")
+    tiled = [i for i, (r, s) in enumerate(zip(repeats, x.shape, strict=True)) if r != 1 and s != 1]
+    if tiled:
+        (dim, *others) = tiled
+        if others or x.tags[dim] != "d" or any(r != 1 for r in repeats[:dim] + repeats[dim + 1 :]):
+            raise refusal(node, "it tiles tokens, or several dims")
+        name = flat.add("concat", *(x.name,) * int(repeats[dim]), dim=x.feature_dim(dim))
+        return FlatValue(name, x.tags, traced_shape(node))
     return expand(flat, node)
 
 
@@ -188,11 +194,23 @@ def slice_(flat: FlatGraph, node: Node) -> FlatValue:
         start = 0 if start.meta["val"].node.expr == -tokens.node.expr else start
     if start in (0, None) and step == 1 and is_end:
         return x
+    if isinstance(stop, Node) and start in (0, None) and traced_shape(node)[dim] is None:
+        return _of_positions(flat, node, x)
     if size is None or x.tags[dim] != "d":
         raise refusal(node, "it takes some of the tokens")
     if isinstance(x, Unwritten):
         return replace(x, shape=traced_shape(node))
     return _sliced(flat, x, dim, *slice(start, stop, step).indices(size))
+
+
+def _of_positions(flat: FlatGraph, node: Node, x: FlatValue) -> FlatValue:
+    """Return table[:T] of T tokens: the entries at their positions."""
+    if flat.data(x) is None or any(size not in (None, 1) for size in traced_shape(node)):
+        raise refusal(node, "it is not a table of a number for each position")
+    column = flat.reshape(x.name, (prod(x.features), 1))
+    name = flat.reshape(flat.add("embedding", column, "position_ids"), ())
+    tags = "".join("t" if size is None else "d" for size in traced_shape(node))
+    return flat.reshaped(name, tags.replace("dt", "bt"), traced_shape(node))
 
 
 def _sliced(
@@ -297,8 +315,16 @@ def _placed(
 
 
 def select(flat: FlatGraph, node: Node) -> FlatValue:
+    return _selected(flat, node, int(argument(node, 1)), int(argument(node, 2)))
+
+
+def unbind(flat: FlatGraph, node: Node) -> list[FlatValue]:
+    dim = int(argument(node, 1, 0))
+    return [_selected(flat, node, dim, index) for index in range(len(node.meta["val"]))]
+
+
+def _selected(flat: FlatGraph, node: Node, dim: int, index: int) -> FlatValue:
     x = flat.tensor(node.args[0])
-    dim, index = int(argument(node, 1)), int(argument(node, 2))
     dim %= len(x.tags)
     tags, shape = x.tags[:dim] + x.tags[dim + 1 :], x.shape[:dim] + x.shape[dim + 1 :]
     if x.tags[dim] == "b":
@@ -359,7 +385,9 @@ def filled(flat: FlatGraph, node: Node) -> FlatValue:
 
 def embedding(flat: FlatGraph, node: Node) -> FlatValue:
     table, ids = flat.tensor(node.args[0]), flat.tensor(node.args[1])
-    name = flat.add("embedding", table.name, flat.reshape(ids.name, ()))
+    padding = int(argument(node, 2, -1))
+    attributes = {"padding": padding} if padding >= 0 else {}
+    name = flat.add("embedding", table.name, flat.reshape(ids.name, ()), **attributes)
     return FlatValue(name, ids.tags + "d", traced_shape(node))
 
 
@@ -558,6 +586,7 @@ def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
     """Import a product by experts; a bias [E, out] becomes [E, out, 1], with weights' dims."""
     x, indices, weight, *biases = [flat.tensor(a) for a in node.args[:4] if a is not None]
     parameters = flat.builder.parameters
+    weight = _stacked(flat, weight)
     if any(p.name not in parameters or "t" in p.tags for p in (weight, *biases)):
         raise refusal(node, "its weights are not parameters of its own")
     name = _out_in(flat, node, weight) if node.args[4] else weight.name
@@ -566,6 +595,17 @@ def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
             flat.builder.see(bias.name, *bias.shape, 1)  # type: ignore[arg-type]
     name = flat.add("expert_linear", x.name, indices.name, name, *(b.name for b in biases))
     return FlatValue(name, "tdd", traced_shape(node))
+
+
+def _stacked(flat: FlatGraph, weight: FlatValue) -> FlatValue:
+    """Return the parameter of a view [E, n, m] of a weight [E n, m], with that shape."""
+    producer = next((n for n in flat.builder.nodes if n.name == weight.name), None)
+    parameter = flat.builder.parameters.get(producer.inputs[0]) if producer else None
+    if producer is None or producer.op != "reshape" or parameter is None:
+        return weight
+    type_ = parameter.type.with_shape(weight.features)
+    value = Value(f"{parameter.name}{STACKED}", type_)
+    return weight.named(flat.builder.parameter(replace(parameter, value=value)))
 
 
 # -------------------------------------------------------------------------------- recurrence rules
@@ -604,7 +644,7 @@ _ATEN: Mapping[str, Rule] = {
     **dict.fromkeys(("_softmax", "softmax"), softmax),
     **dict.fromkeys(("bmm", "matmul", "mm"), matmul),
     **dict.fromkeys(("broadcast_to", "expand", "expand_as"), expand),
-    **dict.fromkeys(("cat", "concat"), concat),
+    **dict.fromkeys(("cat", "concat", "concatenate"), concat),
     **dict.fromkeys(("full", "ones", "zeros"), filled),
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), split),
     **dict.fromkeys(("t", "transpose"), transpose),
@@ -642,6 +682,7 @@ _ATEN: Mapping[str, Rule] = {
     "stack": stack,
     "sum": reduction("sum"),
     "topk": topk,
+    "unbind": unbind,
     "unsqueeze": unsqueeze,
     "view_as_complex": view_as_complex,
 }

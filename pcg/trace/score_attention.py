@@ -6,7 +6,8 @@ positions, which must be, for every number of tokens n,
 
     bias[h, i, j] = slope[h] · j + constant of the row   for visible j, hidden otherwise
 
-with visible j ≤ i, or i - window < j ≤ i. Any other form is refused.
+with visible j ≤ i, or i - window < j ≤ i, or j ≤ i in the same chunk of positions. Any other form
+is refused.
 
 `pcg.trace.mask_evaluation` evaluates the subgraph at chosen positions. It may have only operators
 that are piecewise linear in i, j and n, so its corners are where positions, their distances or n
@@ -57,6 +58,7 @@ class ScoreAttention:
         q, k, v: the nodes of the queries, the keys (transposed or not) and the values.
         scale: the factor on the scores.
         window: the number of tokens that a token attends to; 0 for all.
+        chunk: the size of the chunks of positions, within which a token attends; 0 for all.
         slopes: the ALiBi slope of each head; empty without ALiBi.
         sinks: the node with a logit of each head that takes probability, or None.
         softcap: the bound of the scores; 0 for none.
@@ -67,6 +69,7 @@ class ScoreAttention:
     v: Node
     scale: float
     window: int
+    chunk: int
     slopes: tuple[float, ...]
     sinks: Node | None = None
     softcap: float = 0.0
@@ -137,8 +140,8 @@ def _is_square(node: Node) -> bool:
 
 # ------------------------------------------------------------------------------------ what is seen
 
-_Seen = tuple[int, tuple[float, ...], float]
-"""Window, slopes and scale."""
+_Seen = tuple[int, int, tuple[float, ...], float]
+"""Window, chunk, slopes and scale."""
 
 
 class _Prover:
@@ -153,17 +156,17 @@ class _Prover:
 
     def marker(self, node: Node) -> ScoreAttention:
         q, k, v, mask, sinks, scale, softcap, window = node.args
-        seen: int = 0
+        seen = chunk = 0
         slopes: tuple[float, ...] = ()
         if mask is not None:
-            seen, slopes, _ = self._prove(node, mask, None)  # type: ignore[arg-type]
+            seen, chunk, slopes, _ = self._prove(node, mask, None)  # type: ignore[arg-type]
         if window is not None and window != seen:
             raise refused_attention(
                 node,
                 f"it is given sliding_window={window} and a mask of window {seen or 'none'}, of "
                 "which flash attention reads the first",
             )
-        arguments: Any = (q, k, v, scale, seen, slopes, sinks, softcap)
+        arguments: Any = (q, k, v, scale, seen, chunk, slopes, sinks, softcap)
         return ScoreAttention(*arguments)
 
     def call(self, node: Node) -> ScoreAttention:
@@ -176,17 +179,17 @@ class _Prover:
         mask, is_causal = arguments.get("attn_mask"), bool(arguments.get("is_causal"))
         if (mask is None) != is_causal:
             raise refused_attention(node, "its mask is neither causal nor a causal window")
-        window: int = 0
+        window = chunk = 0
         slopes: tuple[float, ...] = ()
         if mask is not None:
-            window, slopes, _ = self._prove(node, mask, None)
-        return ScoreAttention(q, k, v, float(scale), window, slopes)
+            window, chunk, slopes, _ = self._prove(node, mask, None)
+        return ScoreAttention(q, k, v, float(scale), window, chunk, slopes)
 
     def written_out(self, node: Node, softmax: Node) -> ScoreAttention:
         product = _score_product(softmax)
         q, k = product.args[1:3] if product.target is ADDED else product.args[:2]
-        window, slopes, scale = self._prove(softmax, softmax.args[0], product)  # type: ignore[arg-type]
-        arguments: Any = (q, k, node.args[1], scale, window, slopes)
+        *seen, scale = self._prove(softmax, softmax.args[0], product)  # type: ignore[arg-type]
+        arguments: Any = (q, k, node.args[1], scale, *seen)
         return ScoreAttention(*arguments)
 
     def _prove(self, node: Node, root: Node, product: Node | None) -> _Seen:
@@ -227,9 +230,10 @@ class _Prover:
 
 def _agree(whole: _Seen, seen: _Seen, tokens: int) -> bool:
     window = whole[0] if whole[0] < tokens else 0
-    pairs = zip((whole[2], *whole[1]), (seen[2], *seen[1]), strict=False)
+    pairs = zip((whole[3], *whole[2]), (seen[3], *seen[2]), strict=False)
     is_close = all(abs(a - b) <= 1e-5 * max(1e-4, abs(a)) for a, b in pairs)
-    return window == seen[0] and len(whole[1]) == len(seen[1]) and is_close
+    same = (window, whole[1], len(whole[2])) == (seen[0], seen[1], len(seen[2]))
+    return same and is_close
 
 
 def _seen(node: Node, evaluation: Evaluation) -> _Seen:
@@ -250,14 +254,18 @@ def _seen(node: Node, evaluation: Evaluation) -> _Seen:
         raise refused_attention(node, "what is added to its scores is not linear in the key")
     if not (visible == visible[0]).all():
         raise refused_attention(node, "its mask differs between heads")
-    hidden = distance[~visible[0] & (distance >= 0)]
-    window = int(hidden.min()) if hidden.numel() else 0
-    expected = (distance >= 0) & ((distance < window) | (window == 0))
+    window, chunk, expected = 0, evaluation.chunk, distance >= 0
+    if chunk:
+        expected &= row // chunk == column // chunk
+    else:
+        hidden = distance[~visible[0] & expected]
+        window = int(hidden.min()) if hidden.numel() else 0
+        expected &= (distance < window) | (window == 0)
     if not torch.equal(visible[0], expected):
-        raise refused_attention(node, "its mask is neither causal nor a causal window")
+        raise refused_attention(node, "its mask is neither causal nor a causal window or chunk")
     scales = (ones - zeros)[visible]
     scale = float(ones[0, 0, 0] - zeros[0, 0, 0])
     if (scales - scale).abs().max() > 1e-5 * abs(scale):
         raise refused_attention(node, "its scores are not scaled by one number")
     is_flat = bool((slopes.abs() < 1e-12).all())
-    return window, () if is_flat else tuple(map(float, slopes)), scale
+    return window, chunk, () if is_flat else tuple(map(float, slopes)), scale

@@ -4,7 +4,8 @@ An unknown key is refused with the closest known key as a hint; a repeated key i
 Settings `key=value` override the file's values; `peft.r=4` sets a part of an object.
 
 Values are numbers, text, lists and objects. A number may be written as text, as YAML 1.1 reads
-`1e-3` as text; a list may be written as a single element; a path is relative to a folder.
+`1e-3` as text; a list may be written as a single element; a path is relative to a folder. Data may
+be a hub id.
 
 Each configuration names a model (`ModelOptions`), and an adapter with its output folder
 (`OutputOptions`).
@@ -20,23 +21,46 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NewType,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
 from pcg import compiler
 from pcg.errors import AdapterError, FinetuneError, PcgError, UnsupportedError
-from pcg.files import check_writable, expanded, is_directory, is_there, read_text, shown_path
+from pcg.files import (
+    check_writable,
+    expanded,
+    is_directory,
+    is_there,
+    read_text,
+    shown_path,
+)
 from pcg.ir.program.manifest import is_program_folder
 from pcg.keywords import check_names
 from pcg.options import CompileOptions
-from pcg.peft.adapter_files import CONFIG, PICKLE, WEIGHTS
+from pcg.peft.adapter_files import has_adapter
 from pcg.peft.registry import SHORTHANDS, recipe_of_fields
+from pcg.runtime.data.files import is_dataset
+from pcg.runtime.data.sources import named_sources
 from pcg.runtime.executor import Executor
 from pcg.source import resolve
 from pcg.units import shown
 
 # ------------------------------------------------------------------------------------ config values
+
+
+DataPath = NewType("DataPath", Path)
+"""A path of data, or its hub id."""
 
 
 def converted(value: Any, hint: Any, folder: Path) -> Any:
@@ -48,6 +72,8 @@ def converted(value: Any, hint: Any, folder: Path) -> Any:
     kinds = _members(hint)
     if Any in kinds or object in kinds or (value is None and type(None) in kinds):
         return value
+    if str in kinds and isinstance(value, str) and "{" in value:
+        return value  # the text of a chat template instead of its path
     for kind in kinds:
         value_found = _one(value, kind, folder)
         if value_found is not None:
@@ -73,8 +99,12 @@ def _one(value: Any, kind: Any, folder: Path) -> Any:
         return _number(value, kind)
     if kind is str:
         return value if isinstance(value, str) else None
-    if isinstance(origin, type) and issubclass(origin, os.PathLike):
-        return folder / expanded(value) if isinstance(value, str) and value else None
+    if kind is DataPath or (isinstance(origin, type) and issubclass(origin, os.PathLike)):
+        if not isinstance(value, str) or not value:
+            return None
+        path = Path(os.path.normpath(folder / expanded(value)))
+        is_hub_id = kind is DataPath and not is_there(path) and is_dataset(Path(value))
+        return Path(value) if is_hub_id else path
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(value, inner, folder)
     if isinstance(origin, type) and issubclass(origin, Iterable):
@@ -120,7 +150,7 @@ def _words(kind: Any) -> str:
         return named[origin]
     if kind is type(None):
         return "null"
-    if isinstance(origin, type) and issubclass(origin, os.PathLike):
+    if kind is DataPath or (isinstance(origin, type) and issubclass(origin, os.PathLike)):
         return "a path"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "an object"
@@ -166,6 +196,11 @@ class ConfigFile:
         names = {field.name for field in dataclasses.fields(kind)} - set(without)
         return {name: value for name, value in self.values.items() if name in names}
 
+    def near(self, name: str) -> str:
+        """Return the path of a name in the configuration's folder; else the name itself."""
+        path = self.path.parent / expanded(name)
+        return os.path.normpath(path) if is_there(path) else name
+
 
 def read_config(path: Path, kinds: Sequence[type], settings: Sequence[str] = ()) -> ConfigFile:
     """Read a configuration.
@@ -184,7 +219,7 @@ def read_config(path: Path, kinds: Sequence[type], settings: Sequence[str] = ())
         hints_of_kind = get_type_hints(kind)
         hints |= {field.name: hints_of_kind[field.name] for field in dataclasses.fields(kind)}
     where = shown_path(path)
-    read = _parsed(read_text(path, FinetuneError), where)
+    read = parse_yaml(read_text(path, FinetuneError), where)
     if not isinstance(read, Mapping):
         raise FinetuneError(f"{where} has to be an object: a key and its value on each line")
     values = _checked(read, hints, path.parent, where)
@@ -203,6 +238,8 @@ def _checked(
         raise FinetuneError(f"{where}: {error}") from error
     values = {}
     for name, value in read.items():
+        if name == "eval_data" and isinstance(value, str):
+            value = named_sources(value) or value
         try:
             values[str(name)] = converted(value, hints[str(name)], folder)
         except ValueError as error:
@@ -216,7 +253,7 @@ def _set(values: dict[str, Any], setting: str, hints: Mapping[str, Any]) -> None
     key, *parts = name.strip().split(".")
     if not equals or not all((key, *parts)):
         raise FinetuneError(f"--set {setting}; use key=value, such as learning_rate=1e-4")
-    value = _parsed(text, f"--set {setting}")
+    value = parse_yaml(text, f"--set {setting}")
     for part in reversed(parts):
         value = {part: value}
     checked_values = _checked({key: value}, hints, Path(), f"--set {setting}")
@@ -247,7 +284,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
         return mapping
 
 
-def _parsed(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of a YAML text. FinetuneError: it is no YAML, or repeats a key."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -291,23 +329,17 @@ def open_model(config: ConfigFile) -> Executor:
             f"tp={config.values['tp']}; training by a file runs on one rank. pcg finetune --tp "
             "finetunes over several"
         )
-    model = _near(config, place.model)
+    model = config.near(place.model)
     if is_program_folder(model):
         if compiling:
             raise FinetuneError(f"a program's {next(iter(compiling))} is chosen by pcg compile")
-        weights = None if place.weights is None else _near(config, place.weights)
+        weights = None if place.weights is None else config.near(place.weights)
         return compiler.load(model, weights, place.device, trust_edits=place.trust_edits)
     for name in ("weights", "trust_edits"):
         if getattr(place, name):
             raise FinetuneError(f"{name} is for compiled programs, and {model} is none")
     resolve(model, weights=True)  # fails fast for a wrong name
     return compiler.compile(model, None, device=place.device, **compiling)
-
-
-def _near(config: ConfigFile, name: str) -> str:
-    """Return a directory or a file in the configuration's folder by name; else the name itself."""
-    path = config.path.parent / expanded(name)
-    return str(path) if is_there(path) else name
 
 
 CHECKPOINTS = "pcg-checkpoints"
@@ -326,8 +358,10 @@ class OutputOptions:
             adapter is saved.
         peft: the recipe of a new adapter: lora or another method's name, or an object with the
             fields of peft's adapter_config.json; by default the program's recipe, else lora.
-        start_from: a saved adapter to train further, instead of a new adapter.
+        start_from: a saved adapter, or its hub id, to train further, instead of a new adapter.
         overwrite: replace an adapter saved in the output.
+        keep_checkpoints: keep the checkpoints of a finished run, so that resume: true with more
+            epochs or steps extends it.
     """
 
     title: ClassVar[str] = "Adapter"
@@ -335,8 +369,17 @@ class OutputOptions:
     adapter: str = "default"
     output: Path
     peft: str | Mapping[str, Any] | None = None
-    start_from: Path | None = None
+    start_from: str | None = None
     overwrite: bool = False
+    keep_checkpoints: bool = False
+
+    @classmethod
+    def of(cls, config: ConfigFile) -> OutputOptions:
+        """Return the options of a configuration. FinetuneError: it has no output."""
+        files = config.make(cls)
+        if files.start_from is None:
+            return files
+        return dataclasses.replace(files, start_from=config.near(files.start_from))
 
     def check(self, *, resumes: bool) -> None:
         """Refuse an output that cannot be written, or contains a saved adapter.
@@ -361,9 +404,10 @@ class OutputOptions:
             raise FinetuneError("start_from is a saved adapter with a recipe; leave peft out")
 
     def save(self, executor: Executor, checkpoint_dir: object) -> None:
-        """Save the adapter, and remove checkpoints from the output."""
-        executor.save_adapter(self.adapter, self.output)
-        if not executor.ranks.rank and checkpoint_dir == self.output / CHECKPOINTS:
+        """Save the adapter; remove checkpoints from the output unless they are kept."""
+        executor.save_adapter(self.adapter, self.output, overwrite=True)
+        is_own = checkpoint_dir == self.output / CHECKPOINTS and not self.keep_checkpoints
+        if not executor.ranks.rank and is_own:
             shutil.rmtree(self.output / CHECKPOINTS, ignore_errors=True)
 
     def configuration(self, executor: Executor) -> Any:
@@ -382,11 +426,6 @@ class OutputOptions:
                 "peft_type and the method's fields"
             )
         return self.peft
-
-
-def has_adapter(folder: Path) -> bool:
-    """Return True if a folder has a saved adapter."""
-    return any(is_there(folder / name) for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def own_recipe(executor: Executor, name: str) -> Any:

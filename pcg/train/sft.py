@@ -21,6 +21,7 @@ from pcg.train.config_file import (
     CHECKPOINTS,
     RECORD,
     ConfigFile,
+    DataPath,
     ModelOptions,
     OutputOptions,
     open_model,
@@ -32,15 +33,17 @@ class SftOptions(FinetuneOptions):
     """Options of supervised finetuning.
 
     Attributes:
-        data: a file of JSON lines (chat, prompt-completion, alpaca, ShareGPT, text), a .txt file,
-            or a list of files to concatenate.
-        eval_data: files for evaluation.
+        data: a file of rows (chat, prompt-completion, alpaca, ShareGPT, text) in JSON lines, CSV or
+            Parquet, a .txt file, a folder, a glob, a hub id, or a list of these to concatenate.
+        eval_data: files for evaluation, or several by name: an object, or NAME=FILE,….
     """
 
     title: ClassVar[str] = "Data"
 
-    data: tuple[Path, ...]
-    eval_data: tuple[Path, ...] | None = field(default=None, repr=False, compare=False)
+    data: tuple[DataPath, ...]
+    eval_data: Mapping[str, tuple[DataPath, ...]] | tuple[DataPath, ...] | None = field(
+        default=None, repr=False, compare=False
+    )
 
 
 SFT_KEYS = (ModelOptions, OutputOptions, SftOptions, CompileOptions)
@@ -54,21 +57,20 @@ def train_sft(config: ConfigFile) -> FinetuneResult:
         PcgError: the configuration, the model or the data is unusable; before the first step.
         FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
-    files = config.make(OutputOptions)
+    files = OutputOptions.of(config)
     folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
     options = config.make(SftOptions, **folders)
     files.check(resumes=options.resume is True)
     values = {**folders, **config.given(SftOptions, "data")}
     executor = open_model(config)
     peft = files.configuration(executor)
-    return finetune_and_save(executor, options.data, files.adapter, files.output, peft, values)
+    return finetune_and_save(executor, options.data, files, peft, values)
 
 
 def finetune_and_save(
     executor: Executor,
     data: tuple[Path, ...],
-    adapter: str,
-    output: Path,
+    files: OutputOptions,
     peft: Any,
     options: Mapping[str, Any],
 ) -> FinetuneResult:
@@ -77,14 +79,14 @@ def finetune_and_save(
     Args:
         peft: the recipe or the adapter to start from; None for the program's recipe.
         options: fields of `FinetuneOptions`. Checkpoints in the output are removed when the adapter
-            is saved.
+            is saved, unless `files` keep them.
     Raises:
         FinetuneError: the adapter has collapsed, or see `Executor.finetune`.
     """
-    result = executor.finetune(data, adapter=adapter, peft=peft, **options)
+    result = executor.finetune(data, adapter=files.adapter, peft=peft, **options)
     if result.is_collapsed:
-        raise FinetuneError(_collapse(result, output))
-    OutputOptions(adapter=adapter, output=output).save(executor, options["checkpoint_dir"])
+        raise FinetuneError(_collapse(result, files.output))
+    files.save(executor, options["checkpoint_dir"])
     return result
 
 

@@ -1,6 +1,8 @@
 """The command line as a whole: help, errors, exit statuses; models, doctor, runs and torchrun."""
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,8 +13,11 @@ import torch
 import typer
 
 import pcg
+import pcg.machine_memory as machine_memory
+from cli.application import app
 from cli.doctor import REQUIREMENTS
 from cli.options.executors import PlaceOptions, check_alone, degree_of, shards_and_replicas
+from pcg.machine_memory import Memory
 from pcg.records.record import RunRecord
 from pcg.source import shipped
 from tests.support import oracle
@@ -35,6 +40,38 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.rstrip().endswith("[]")
 
 
+COMMANDS = [
+    *(
+        ("compile",),
+        ("explain",),
+        ("finetune",),
+        ("plan",),
+        ("profile",),
+        ("quantize",),
+        ("merge",),
+        ("export",),
+        ("run",),
+    ),
+    *(("serve",), ("serve-base",), ("bench", "serve"), ("train", "sft"), ("runs", "compare")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_two_screens_and_whole_names(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text, whole = output_of(*command, "--help"), output_of(*command, "--help-all")
+    assert text.count("\n") <= 96
+    for shown in (text, whole):
+        lines = shown.partition("\nExample:")[0].splitlines()
+        assert max(map(len, lines)) <= 80
+    made = typer.main.get_command(app)
+    for word in command:
+        _, made, _ = made.resolve_command(typer.Context(made), [word])
+    names = {each.opts[0] for each in made.params if each.param_type_name == "option"}
+    for shown in (text, whole):
+        assert names <= set(re.split(r"[\s,]+", shown))
+
+
 def test_version():
     assert output_of("--version") == f"pcg {pcg.__version__}\n"
 
@@ -52,6 +89,35 @@ def test_usage_errors_exit_with_2():
         result = run(*args)
         assert result.exit_code == 2
         assert result.stdout == "" or args == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "hint"),
+    [
+        ("finetune", "--num-train-epochs", "the name here is --epochs"),
+        ("serve", "--tensor-parallel-size", "the name here is --tp"),
+        ("run", "--max-tokens", "the name here is --max-new-tokens"),
+    ],
+)
+def test_options_of_other_programs_lead_to_ours(command, option, hint):
+    result = run(command, "model", option, "2")
+    assert result.exit_code == 2
+    assert f"No such option: {option}; {hint}" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
+    given = ["llama-3.1-8b", "--batch", "1", "--seq", "64", "--r", "4", "--json"]
+    given += ["--targets", "q_proj,v_proj", "--optimizer-option", "amsgrad=true"]
+    file = tmp_path / "explain.yaml"
+    file.write_text(
+        "model: llama-3.1-8b\nbatch: 9\nseq: 64\nr: 4\njson: true\n"
+        "target-modules: [q_proj, v_proj]\noptimizer_options: {amsgrad: true}\n"
+    )
+    expected = output_of("explain", *given)
+    assert output_of("explain", "--config", file, "--batch", "1") == expected
+    file.write_text("bacth: 1\n")
+    refused = run("explain", "llama-3.1-8b", "--config", file)
+    assert_one_error(refused, "unknown option 'bacth', did you mean 'batch'?")
 
 
 def test_debug_shows_the_traceback(tmp_path):
@@ -123,6 +189,10 @@ def test_families():
         assert set(row["model_types"]) <= set(text.replace(",", " ").split())
 
 
+def throw(error):
+    raise error
+
+
 def test_doctor():
     report = json.loads(output_of("doctor", "--json"))
     assert report["product_ms"].keys() == {"float32", "bfloat16", "int8", "nf4"}
@@ -147,18 +217,16 @@ def test_doctor_counts_the_weights_of_a_model(tmp_path, monkeypatch):
     assert alone["packed_bytes"] == 0
     assert ("--no-packed-weights" in output_of("doctor", model)) == (found["packed_bytes"] > 0)
     room = found["weights_bytes"]
-    monkeypatch.setattr("cli.doctor._memory", lambda: {"total": room, "available": room})
+    monkeypatch.setattr("cli.doctor.memory", lambda: Memory(room, room))
     assert ("use --no-packed-weights" in output_of("doctor", model)) == (found["packed_bytes"] > 0)
-    monkeypatch.setattr("cli.doctor._memory", lambda: {"total": room, "available": room - 1})
+    monkeypatch.setattr("cli.doctor.memory", lambda: Memory(room, room - 1))
     assert "use --tp" in output_of("doctor", model)
 
 
 def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
-    from importlib import metadata
-
     def version(name):
         if name == "networkx":
-            raise metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return {"torch": "2.10.1+cpu"}.get(name, "99")
 
     monkeypatch.setattr("importlib.metadata.version", version)
@@ -168,13 +236,57 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
     assert "networkx is missing" in result.stdout
 
 
+def test_doctor_lists_every_extra(monkeypatch):
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    version = importlib.metadata.version
+    lacking = importlib.metadata.PackageNotFoundError
+    monkeypatch.setattr(
+        "importlib.metadata.version",
+        lambda name: throw(lacking(name)) if name == "uvicorn" else version(name),
+    )
+    extras = json.loads(output_of("doctor", "--json"))["extras"]
+    assert extras.keys() == names.keys() - {"dev", "docs"}
+    assert extras["serve"]["missing"] == ["uvicorn>=0.40"]
+    assert "pip install 'pcg[serve]'" in output_of("doctor")
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("uvicorn", "pip install 'pcg[serve]'"),
+        ("google.protobuf", "pip install 'pcg[serve]'"),
+        ("zmq", "pip install 'pcg[split]'"),
+        ("nltk", "pip install 'pcg[graders]'"),
+        ("sympy", "pip install sympy"),
+    ],
+)
+def test_a_missing_module_is_no_bug(module, line, monkeypatch):
+    monkeypatch.setattr("cli.run.degree_of", lambda *_: throw(ModuleNotFoundError(name=module)))
+    assert_one_error(run("run", "examples/checkpoint", "--prompt", "x"), line)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_that_of_the_container(version, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_memory, "ROOT", tmp_path)
+    (tmp_path / "proc").mkdir()
+    meminfo = "MemTotal: 4096 kB\nMemFree: 1024 kB\nMemAvailable: 3072 kB\n"
+    (tmp_path / "proc/meminfo").write_text(meminfo)
+    assert machine_memory.memory() == (4096 * 1024, 3072 * 1024)
+    limit, used = (tmp_path / name for name in machine_memory.CGROUP_FILES[2 - version])
+    limit.parent.mkdir(parents=True)
+    limit.write_text("2097152\n")
+    used.write_text("1048576\n")
+    assert machine_memory.memory() == (2097152, 1048576)
+    limit.write_text("max\n")
+    assert machine_memory.memory() == (4096 * 1024, 3072 * 1024)
+
+
 def test_doctor_wants_what_the_distribution_wants():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {requirement.name + requirement.wanted for requirement in REQUIREMENTS}
-    listed = {dependency.partition(";")[0] for dependency in project["dependencies"]}
-    extras = project["optional-dependencies"]
-    named = (*extras["peft"], *extras["bitsandbytes"], *extras["split"])
-    assert wanted == {*listed, *named}
+    dependencies = (*project["dependencies"], *project["optional-dependencies"]["gpu"])
+    listed = {dependency.partition(";")[0] for dependency in dependencies}
+    assert wanted == listed
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ def test_a_trace_is_replayed(model, tmp_path):
     [
         (("--arrivals", "daily"), "none of gamma, constant, bursty, s-lora"),
         (("--popularity", "fame"), "none of zipf, distinct, uniform"),
-        (("--policy", "last"), "none of fair-share, fcfs"),
         (("--sharing", "half"), "none of co-serving, temporal"),
         (("--load-format", "pt"), "none of auto, dummy"),
         (("--sharing", "finetuning-only"), "give --finetune"),
@@ -167,6 +166,13 @@ def test_wrong_usage(model, options, message):
     assert result.exit_code == 2
     plain = " ".join(result.stderr.replace("│", " ").split())
     assert message in plain
+
+
+def test_policies_outside_pcg(model):
+    result = bench(model, "--policy", "collections:Policy")
+    assert result.exit_code == 1
+    assert "'collections' has no attribute 'Policy'" in result.stderr
+    assert "or correct the name" in result.stderr
 
 
 def test_requests_longer_than_the_model(model):

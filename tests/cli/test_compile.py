@@ -95,8 +95,8 @@ def test_compile_options_that_do_not_go_together(model, tmp_path):
     [
         (("compile", "-o", "/proc/x"), "the program cannot be saved in /proc/x"),
         (("compile", "--dump-dir", "/proc/x"), "the graphs cannot be saved in /proc/x"),
-        (("explain", "--html", "/proc/x.html"), "the page x.html cannot be saved in /proc"),
-        (("explain", "--optimizer", "lion"), "optimizer='lion' is not among those"),
+        (("explain", "--html", "/proc/x.html"), "--html x.html cannot be saved in /proc"),
+        (("explain", "--optimizer", "lion"), "--optimizer lion is not among those"),
         (("explain", "--optimizer-option", "rate=1"), "optimizer 'adamw' does not take 'rate'"),
     ],
 )
@@ -110,6 +110,27 @@ def test_bad_places_and_names_are_refused_before_a_model_is_traced(
     monkeypatch.setattr(compiler, "compile_program", trace)
     command, *options = words
     assert_one_error(run(command, model, *options), message)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("profile", "--output"),
+        ("bench", "serve", "examples/checkpoint", "--plot"),
+        ("plan", "llama-3.1-8b", "--workload", "train:1x8", "--html"),
+        ("explain", "llama-3.1-8b", "--html"),
+    ],
+)
+def test_a_file_is_refused_before_the_work(words, tmp_path, monkeypatch):
+    def work(*_, **__):
+        raise AssertionError("the work has begun")
+
+    for name in ("profile._of_machine", "bench_serve.measure", "plan.busy", "explain.busy"):
+        monkeypatch.setattr(f"cli.{name}", work)
+    option = words[-1]
+    assert_one_error(run(*words, tmp_path / "none/x"), f"{option} {tmp_path}/none/x: there is no")
+    assert_one_error(run(*words, "/proc/x"), f"{option} x cannot be saved in /proc")
+    assert_one_error(run(*words, tmp_path), f"{option} {tmp_path}: it is a directory")
 
 
 def test_compile_leaves_other_files_alone_before_it_traces(model, tmp_path, monkeypatch):

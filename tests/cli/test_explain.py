@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_explain_passes_its_options_on(model, monkeypatch):
 
 def test_sequence_parallelism_takes_ranks(model, program, tmp_path):
     refused = run("explain", model, "--sequence-parallel")
-    assert_one_error(refused, "tp=1 is one rank; use tp=2 or more")
+    assert_one_error(refused, "--tp=1 is one rank; use --tp=2 or more")
     report = json.loads(output_of("explain", model, "--tp", "2", "--sequence-parallel", "--json"))
     assert report["parallel"]["sequence_parallel"] is True
     folder = tmp_path / "program"
@@ -155,3 +156,16 @@ def test_options_of_a_cut_go_with_it_alone(model, options, message):
     result = run("explain", model, *options)
     assert result.exit_code == 2
     assert message.rpartition(": ")[2] in " ".join(result.stderr.split())
+
+
+def test_methods_side_by_side_on_a_page(model, tmp_path):
+    """The page's rows have the words of the text's lines."""
+    page = tmp_path / "page.html"
+    text = output_of("explain", model, "--compare", "lora,ia3", "--gpu", "H100", "--html", page)
+    shown = page.read_text("utf-8")
+    for name in ("lora", "ia3"):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
+        cells = "".join(f'<td class="n">{cell}</td>' for cell in re.split(r" {2,}", line)[1:7])
+        assert f'<th scope="row">{name}</th>{cells}' in shown
+    (holds,) = (line for line in text.splitlines() if " holds " in line)
+    assert f"<p>{holds}</p>" in shown

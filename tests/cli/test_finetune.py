@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support import tiny_llama
-from tests.support.command_line import assert_one_error, output_of, python, run
+from tests.support.command_line import SAVED, assert_one_error, output_of, python, run
 
 
 def test_finetune_and_run(program, data, tmp_path):
@@ -23,7 +23,7 @@ def test_finetune_and_run(program, data, tmp_path):
     assert "sums: 4 steps" in result.stderr
     assert "evaluation loss" in result.stderr
     files = {path.name for path in (tmp_path / "sums").iterdir()}
-    assert files == {"SHA256SUMS", "adapter_config.json", "adapter_model.safetensors", "record"}
+    assert files == SAVED
     assert PeftConfig.from_pretrained(tmp_path / "sums").r == 4  # the program's recipe
     place = f"sums={tmp_path / 'sums'}"
     assert output_of("run", program, "--adapter", place, "-p", "add 1", "-n", "3")
@@ -86,6 +86,7 @@ def test_finetune_that_is_interrupted_goes_on_exactly(program, data, tmp_path):
     [
         ('{"prompt": "a", "completion": "b"', "train.jsonl line 2"),
         ('{"prompt": "a"}', "train.jsonl line 2"),
+        ('{"prompt": "a", "completion": ""}', "is empty; remove the row, or pass --empty drop"),
     ],
 )
 def test_bad_data(program, tmp_path, line, message):
@@ -100,7 +101,7 @@ def test_loss_that_is_no_number(program, data, tmp_path):
     options = ("--data", data, "--adapter", "a", "-o", tmp_path / "a", "--max-steps", "4")
     rate = ("--lr", "3e38", "--schedule", "constant", "--no-progress")
     result = run("finetune", program, *options, *rate)
-    assert_one_error(result, "lower learning_rate=3e+38")
+    assert_one_error(result, "lower --learning-rate=3e+38")
     assert not (tmp_path / "a" / "adapter_model.safetensors").exists()
 
 
@@ -108,7 +109,9 @@ def test_bad_finetuning_options(tmp_path):
     """Said before a model is looked for."""
     options = ("--data", "x.jsonl", "--adapter", "a", "-o", tmp_path / "a")
     result = run("finetune", "nothing", *options, "--lr", "-1")
-    assert_one_error(result, "learning_rate=-1.0")
+    assert_one_error(result, "--learning-rate=-1.0")
+    quantized = run("finetune", "examples/checkpoint", "--quantization", "q9", *options)
+    assert_one_error(quantized, "--quantization q9; use one of none, nf4")
     sgd = (*options, "--optimizer", "SGD", "--optimizer-option")
     assert_one_error(run("finetune", "nothing", *sgd, "nesterov=true"), "'sgd': Nesterov momentum")
     assert_one_error(run("finetune", "nothing", *sgd, "momentun=0.9"), "did you mean 'momentum'?")
@@ -150,14 +153,20 @@ def test_a_finished_adapter_is_replaced_only_on_demand(program, data, tmp_path):
     assert weights.read_bytes() != before
 
 
-def test_an_adapter_of_a_checkpoint_is_replaced_by_resuming(program, data, tmp_path):
-    command = ("finetune", program, "--data", data, "--adapter", "sums", "-o", tmp_path / "sums")
-    options = ("--checkpoint-dir", tmp_path / "job", "--schedule", "constant")
-    assert run(*command, *options, "--max-steps", "2").exit_code == 0
-    assert run(*command, *options, "--max-steps", "4").exit_code == 2
-    result = run(*command, *options, "--max-steps", "4", "--resume")
+@pytest.mark.parametrize("kept", [("--checkpoint-dir", "job"), ("--keep-checkpoints",)])
+def test_a_finished_job_is_extended_by_resuming(program, data, tmp_path, monkeypatch, kept):
+    """The adapter is that of a job with all steps, bit for bit."""
+    monkeypatch.chdir(tmp_path)
+    command = ("finetune", program, "--data", data, "--adapter", "sums", "--schedule", "constant")
+    extended, whole = ("-o", tmp_path / "sums"), ("-o", tmp_path / "whole")
+    assert run(*command, *extended, *kept, "--max-steps", "2").exit_code == 0
+    assert run(*command, *extended, *kept, "--max-steps", "4").exit_code == 2
+    result = run(*command, *extended, *kept, "--max-steps", "4", "--resume")
     assert "resumed from step 2" in result.stderr
     assert result.exit_code == 0
+    assert run(*command, *whole, "--max-steps", "4").exit_code == 0
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("sums", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("place", ["file/sums", "file"])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+import pcg.compiler as compiler
 from tests.support.command_line import assert_one_error, output_of, run
 
 PROMPT = "def add(a, b):"
@@ -16,7 +17,29 @@ def test_run_a_program_and_a_model(program, model):
     text = output_of("run", program, *options)
     assert text.startswith(PROMPT)
     assert text == output_of("run", model, *options)
-    assert text == output_of("run", program, *options, "--stream")
+
+
+def test_a_model_is_compiled_once(model, adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path / name)
+    compiled = []
+    work = compiler._compiled
+    monkeypatch.setattr(
+        compiler, "_compiled", lambda *args, **more: compiled.append(args) or work(*args, **more)
+    )
+    options = ("run", model, "-p", PROMPT, "-n", "4", "--ignore-eos")
+    first = output_of(*options)
+    assert output_of(*options) == first
+    assert len(compiled) == 1
+    adapted = output_of(*options, "--adapter", f"loud={adapter}")
+    assert output_of(*options, "--adapter", f"loud={adapter}") == adapted != first
+    assert output_of(*options, "--dtype", "float64") != ""
+    assert len(compiled) == 3
+    monkeypatch.setattr(compiler, "MOST_CACHED", 1)
+    for folder in (tmp_path / "programs").iterdir():
+        (folder / "manifest.json").write_text("damaged")
+    assert output_of(*options) == first
+    assert len(compiled) == 4
+    assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
 def test_run_prints_one_object(program, adapter, tmp_path):
@@ -47,7 +70,6 @@ def test_run_uses_its_only_adapter(program, adapter):
 
 def test_run_streams_several_prompts_in_order(program):
     options = ("-p", PROMPT, "-p", "The quick", "-n", "6", "--seed", "3", "--temperature", "1")
-    assert output_of("run", program, *options, "--stream") == output_of("run", program, *options)
     lines = output_of("run", program, *options).splitlines()
     assert [line for line in lines if line.startswith("── ")] == [
         "── 1 · base ──",
@@ -75,7 +97,6 @@ def test_run_prints_several_continuations_and_logprobs(program):
     places = [place for one in json.loads(printed)["completions"] for place in one["logprobs"]]
     assert all(place["top"][2][1] is None and place["top"][1][1] < 0 for place in places)
     printed = output_of("run", program, *drawn)
-    assert printed == output_of("run", program, *drawn, "--stream")
     assert printed == output_of("run", program, *drawn, "--echo")
     assert all(one["text"] in printed for one in done)
 
@@ -93,7 +114,6 @@ def test_run_applies_the_chat_template(program):
     ("args", "message"),
     [
         ((), "give a prompt"),
-        (("-p", "x", "--stream", "--json"), "does not go with --json"),
         (("-p", "x", "--adapter", "loud"), "use NAME=PATH"),
         (("-p", "x", "--adapter", "a=x", "--adapter", "a=y"), "a is given twice"),
         (("-p", "x", "--adapter", "a=x", "--adapter", "b=y"), "say which of a, b to use"),
@@ -158,11 +178,11 @@ def test_bad_adapters(program, adapter, tmp_path):
 )
 def test_bad_prompts(program, prompt, message):
     assert_one_error(run("run", program, "-p", prompt), message)
-    assert_one_error(run("run", program, "-p", prompt, "--stream"), message)
+    assert_one_error(run("run", program, "-p", prompt), message)
 
 
 def test_bad_sampling(program):
-    assert_one_error(run("run", program, "-p", "x", "--top-p", "1.5"), "top_p=1.5")
+    assert_one_error(run("run", program, "-p", "x", "--top-p", "1.5"), "--top-p=1.5")
 
 
 def test_bad_programs(program, tmp_path):
@@ -172,3 +192,11 @@ def test_bad_programs(program, tmp_path):
     assert output_of("run", bad, "-p", "x", "-n", "1", "--trust-edits")
     (bad / "plan.json").unlink()
     assert_one_error(run("run", bad, "-p", "x", "--trust-edits"), "plan.json is missing")
+
+
+def test_labels_are_printed_and_options_of_text_are_refused(model):
+    options = ("run", model, "-p", PROMPT, "--labels", "text", "--labels", "code")
+    (row,) = json.loads(output_of(*options, "--json"))["classifications"]
+    assert row["labels"].keys() == {"text", "code"}
+    assert sum(row["labels"].values()) == pytest.approx(1)
+    assert_one_error(run(*options, "--chat", "-n", "4"), "--max-new-tokens, --chat")

@@ -1,12 +1,21 @@
 """`pcg train`: SFT and DPO by a file, GRPO by reward functions; it resumes and refuses by name."""
 
+import dataclasses
 import json
+import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from pcg.records.run import read_run
-from tests.support.command_line import ROOT, assert_one_error, output_of, run
+from pcg.train.config_file import read_config
+from pcg.train.grpo.train import GRPO_KEYS
+from pcg.train.preference.dpo import DPO_KEYS
+from pcg.train.preference.kto import KTO_KEYS
+from pcg.train.sft import SFT_KEYS
+from tests.support.command_line import ROOT, SAVED, assert_one_error, output_of, run
 
 EXAMPLES = ROOT / "examples" / "configs"
 WEIGHTS = "adapter_model.safetensors"
@@ -29,18 +38,62 @@ def test_training_by_a_file_is_finetuning(model, data, tmp_path):
     output_of("finetune", model, *options, *more, "--epochs", "1", "--schedule", "constant")
     files = [tmp_path / name / WEIGHTS for name in ("sums", "other")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert {path.name for path in (tmp_path / "sums").iterdir()} == {
-        "SHA256SUMS",
-        "adapter_config.json",
-        WEIGHTS,
-        "record",
-    }
+    assert {path.name for path in (tmp_path / "sums").iterdir()} == SAVED
     again = run("train", "sft", config)
     assert_one_error(again, "has a saved adapter; give another directory, overwrite: true")
     further = ("--set", f"start_from={tmp_path / 'sums'}", "--set", "peft=null")
     text = run("train", "sft", config, *further, "--set", f"output={tmp_path / 'more'}")
     assert text.exit_code == 0, text.stderr
     assert "sums: 3 steps" in text.stderr
+
+
+def test_the_printed_command_runs(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chats = [
+        {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+    ]
+    pairs = [{"prompt": "add(1,", "chosen": " 2)", "rejected": " 3)"}] * 4
+    texts = [{"prompt": "1+1? Say", "completion": "2"}]
+    for command, rows, words in (
+        ("sft", [{"prompt": "it's 1+1=", "completion": "2"}] * 4, ["it's 1+1="]),
+        ("sft", chats * 4, ["--chat", "1+1?"]),
+        ("sft", texts * 4, ["--chat", "1+1? Say"]),
+        ("dpo", pairs, ["add(1,"]),
+    ):
+        folder = tmp_path / f"{command} {words[-1]}"
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        where = Path(os.path.relpath(model, folder))
+        config = write(
+            folder, where, "rows.jsonl", "output: ../out", "max_steps: 1", "overwrite: true",
+            "data_format: chat" if rows[:1] == texts else "",
+        )  # fmt: skip
+        result = run("train", command, config.relative_to(tmp_path))
+        assert result.exit_code == 0, result.stderr
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("use it: pcg ")]
+        asked = shlex.split(line.removeprefix("use it: pcg "))
+        assert [word for word in words if word in asked] == words
+        assert "sums=out" in asked
+        assert words[-1] in output_of(*asked, "--max-new-tokens", "2")
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo"])
+def test_a_commented_configuration_is_read(kind, model, tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    path, data = tmp_path / "new/train.yaml", tmp_path / "rows.jsonl"
+    path.parent.mkdir()
+    output_of("init", kind, "--model", model, "--data", data, "-o", path)
+    keys = {"sft": SFT_KEYS, "dpo": DPO_KEYS, "kto": KTO_KEYS, "grpo": GRPO_KEYS}[kind]
+    text = path.read_text().replace("rewards: null", "rewards: rewards.py:score")
+    path.write_text(text)
+    given = read_config(path, keys)
+    assert given.near(given.values["model"]) == str(model)
+    assert given.values["data"] == (data,)
+    # Each default can be given.
+    path.write_text(re.sub(r"^#(?=\w)", "", text, flags=re.MULTILINE))
+    names = {field.name for owner in keys for field in dataclasses.fields(owner)}
+    assert read_config(path, keys).values.keys() == names
+    assert_one_error(run("init", kind, "--model", "m", "--data", "d", "-o", path), "exists")
 
 
 def test_training_by_a_file_goes_on(model, data, tmp_path):
@@ -91,7 +144,7 @@ def test_options_need_nothing_that_a_run_by_a_file_has(tmp_path, name, monkeypat
         assert_one_error(run("train", name, config, "--set", option), "no-model")
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_examples_run(tmp_path, name):
     options = ("--set", f"output={tmp_path / 'out'}", "--set", "max_steps=2", "--json")
     config = EXAMPLES / f"{name}.yaml"
@@ -128,8 +181,10 @@ def write_rewards(folder, model, *lines):
 
 def test_an_adapter_is_trained_saved_and_trained_further(model, tmp_path):
     config = write_rewards(tmp_path, model)
-    summary = json.loads(output_of("train", "grpo", config, "--json"))
+    tests = ("--set", f"eval_data={tmp_path / 'prompts.jsonl'}", "--set", "eval_every=1")
+    summary = json.loads(output_of("train", "grpo", config, *tests, "--json"))
     assert summary["steps"] == 2
+    assert all(0 < numbers["eval_reward"] <= 1 for numbers in summary["history"])
     assert [one["staleness"] for one in summary["history"]] == [0, 0]
     assert (tmp_path / "out" / "adapter_config.json").exists()
     assert not (tmp_path / "out" / "pcg-checkpoints").exists()
@@ -157,4 +212,4 @@ def test_rewards_and_data_that_are_none_are_refused(model, tmp_path):
         assert_one_error(run("train", "grpo", config, "--set", f"rewards={value}"), message)
     assert_one_error(run("train", "grpo", config, "--set", "lr=1"), "unknown option 'lr'")
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
-    assert_one_error(run("train", "grpo", config), "use an object with a 'prompt'")
+    assert_one_error(run("train", "grpo", config), "line 1 has no 'prompt', but ['text']")

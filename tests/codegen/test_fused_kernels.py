@@ -18,6 +18,7 @@ from pcg.codegen.tile_kernel import arguments_of, deferred_numbers
 from pcg.ir.analysis.kernel_group import KernelGroup, items_of
 from pcg.ir.program.program import python_name
 from pcg.runtime.data.example import Example
+from tests.support import compiled as programs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -36,7 +37,8 @@ def test_logits_and_gradients_are_those_of_transformers_and_peft(name: str, tmp_
     base = oracle.random_model(family.config(2))
     wrapped = oracle.with_adapter(base, "all-linear", rank=4, excluded=family.excluded)
     oracle.save(wrapped, tmp_path / "a")
-    executor = compiler.compile(base, {"a": str(tmp_path / "a")}, backend="triton")
+    adapters = {"a": str(tmp_path / "a")}
+    executor = programs.executor(base, adapters, is_own=True, backend="triton")
     sequences, adapters = prompts((13, 7, 9)), [None, "a", "a"]
     with sanitized():
         found = executor.logits(sequences, adapters)
@@ -63,7 +65,7 @@ def test_half_precision_is_as_close_to_fp32_as_transformers_is(
     exact, rounded = oracle.random_model(config), oracle.random_model(config, dtype)
     for parameter, source in zip(exact.parameters(), rounded.parameters(), strict=True):
         parameter.data.copy_(source.data)
-    executor = compiler.compile(rounded, backend="triton")
+    executor = programs.executor(rounded, backend="triton")
     for sequence in prompts((13, 9)):
         truth = oracle.logits(exact, sequence)
         theirs = oracle.logits(rounded, sequence).float()
@@ -76,7 +78,7 @@ def test_half_precision_is_as_close_to_fp32_as_transformers_is(
 @pytest.mark.parametrize("name", ["gpt_neox", "opt"])
 def test_fp64_is_computed_in_fp64(name: str) -> None:
     base = oracle.random_model(BY_NAME[name].config(2), torch.float64)
-    executor = compiler.compile(base, dtype="float64", backend="triton")
+    executor = programs.executor(base, backend="triton")
     for sequence in prompts((13, 9)):
         error = oracle.relative_error(executor.logits(sequence), oracle.logits(base, sequence))
         assert error < 1e-12
@@ -85,7 +87,7 @@ def test_fp64_is_computed_in_fp64(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
 def test_an_adapter_in_fp64(name: str) -> None:
     base = oracle.random_model(BY_NAME[name].config(2), torch.float64)
-    executor = compiler.compile(base, dtype="float64", backend="triton")
+    executor = programs.executor(base, backend="triton")
     wrapped = oracle.with_adapter(base, "all-linear", rank=4)
     recipe = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     adapter = executor.add_adapter("a", recipe)

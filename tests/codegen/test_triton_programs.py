@@ -28,14 +28,15 @@ from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.requests.request import Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
-from tests.support import oracle
+from tests.support import compiled, oracle
+from tests.support.architectures import default_config
 from tests.support.bottlenecks import hooked, state
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
 from tests.support.interpreter.sanitizer import sanitized
 from tests.support.parameters import mostly_slow
 from tests.support.peft_cases import CONFIGS, check_gradients, wrap
-from tests.support.prompts import prompts
+from tests.support.prompts import TOLERANCE, prompts
 
 bf16.install()
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
@@ -52,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def executor_of(base: Any, backend: str) -> Executor:
-    executor = compiler.compile(base, backend=backend)
+    executor = compiled.executor(base, backend=backend)
     for seed, (name, recipe) in enumerate(RECIPES.items()):
         generator = torch.Generator().manual_seed(seed)
         for tensor in executor.add_adapter(name, recipe, seed=seed).tensors:
@@ -143,7 +144,7 @@ def test_jobs_that_go_back_together_are_one_launch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(input_gradient, "linear_backward", of_base)
 
     def trained(backend: str) -> list[torch.Tensor]:
-        executor = compiler.compile(base, backend=backend)
+        executor = compiled.executor(base, backend=backend)
         page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
         engine = executor.engine(kv_cache_bytes=200 * page_bytes)
         jobs = [
@@ -204,7 +205,7 @@ def test_lora_at_some_outputs_of_a_joined_product(
     for name, model in wrapped.items():
         oracle.save(model, tmp_path / name)
     adapters = {name: str(tmp_path / name) for name in wrapped}
-    executor = compiler.compile(base, adapters, backend="triton")
+    executor = compiled.executor(base, adapters, backend="triton")
     for name in ("shrink", "expand_add", "add_lora"):
         monkeypatch.delattr(torch_ops, name)
     for lengths in [(5, 1, 7, 1, 9), (1,) * 5]:
@@ -234,7 +235,7 @@ def test_adapters_come_and_go_in_pages_of_the_cache(recipe: dict[str, Any]) -> N
     names = [f"a{number}" for number in range(4)]
 
     def tokens_of(backend: str) -> list[tuple[int, ...]]:
-        executor = compiler.compile(base, backend=backend)
+        executor = compiled.executor(base, backend=backend)
         for seed, name in enumerate(names):
             adapter = executor.add_adapter(name, recipe, seed=seed)
             for tensor in adapter.tensors:
@@ -275,7 +276,7 @@ BOTTLENECKS: dict[str, dict[str, Any]] = {
 def test_bottlenecks_of_many_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows and kernels beside LoRA's; the truth is modules of PyTorch's in transformers."""
     base = oracle.random_model(BY_NAME[family].config(2))
-    executor, models = compiler.compile(base, backend="triton"), {}
+    executor, models = compiled.executor(base, backend="triton"), {}
     torch.manual_seed(0)
     for name, recipe in BOTTLENECKS.items():
         ours = executor.add_adapter(name, {"peft_type": "BOTTLENECK", **recipe})
@@ -302,7 +303,7 @@ def test_gradients_of_vectors(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     base = oracle.random_model(BY_NAME["llama-biases"].config(2))
     wrapped = wrap(base, CONFIGS["llama-biases"][name])
     wrapped.save_pretrained(tmp_path)
-    executor = compiler.compile(base, {name: str(tmp_path)}, backend="triton")
+    executor = compiled.executor(base, {name: str(tmp_path)}, is_own=True, backend="triton")
     for function in ("inner", "sum_tokens"):
         monkeypatch.delattr(torch_ops, function)
     with sanitized():
@@ -317,7 +318,7 @@ def test_gradients_of_sites_that_run_together(name: str, tmp_path: Path) -> None
     base = oracle.random_model(BY_NAME["llama-biases"].config(2))
     wrapped = wrap(base, CONFIGS["llama-biases"][name])
     wrapped.save_pretrained(tmp_path)
-    executor = compiler.compile(base, {name: str(tmp_path)}, backend="triton")
+    executor = compiled.executor(base, {name: str(tmp_path)}, is_own=True, backend="triton")
     assert executor.program.training is not None
     source = executor.program.training.source
     # VeRA's A is one for all sites, and so is the product with it.
@@ -332,7 +333,8 @@ def test_signs_that_backward_reads_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
     base = oracle.random_model(BY_NAME["opt"].config(2))
     wrapped = oracle.with_adapter(base, ["q_proj", "v_proj"], rank=4)
     oracle.save(wrapped, tmp_path / "a")
-    executor = compiler.compile(base, {"a": str(tmp_path / "a")}, backend="triton")
+    adapters = {"a": str(tmp_path / "a")}
+    executor = compiled.executor(base, adapters, is_own=True, backend="triton")
     training = executor.program.training
     assert training is not None
     assert "K.pack_signs(" in training.source
@@ -341,3 +343,18 @@ def test_signs_that_backward_reads_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch.delattr(torch_ops, function)
     with sanitized():
         check_gradients(executor, "a", wrapped, (12, 7, 3))
+
+
+def test_lora_at_the_head_of_bert() -> None:
+    """The head's dense module has LoRA that no later sum can add."""
+    base = oracle.random_model(default_config("bert", 1))
+    executor = compiler.compile(base, backend="triton", verify=False)
+    module = "cls.predictions.transform.dense"
+    wrapped = oracle.with_adapter(base, [module], rank=4)
+    adapter = executor.add_adapter("head", {**LORA, "target_modules": [module]})
+    oracle.copy_lora(adapter, wrapped)
+    executor.refresh_adapter("head")
+    sequences = prompts((3, 2))
+    found = executor.logits(sequences, ["head", None])
+    for logits, sequence, model in zip(found, sequences, (wrapped, base), strict=True):
+        assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE

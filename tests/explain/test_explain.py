@@ -19,6 +19,7 @@ from pcg.peft.lora import LoraConfig
 from pcg.runtime.memory.host_memory import SLACK
 from pcg.source import resolve
 from pcg.units import gib, rounded
+from tests.support import tiny_llama
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 SCHEMA = {
@@ -53,6 +54,16 @@ def test_json_has_the_schema(report):
     decisions = {row["decision"] for row in fields["saved"]}
     assert decisions == {"save", "recompute", "drop"}
     assert fields["pareto"][0]["recompute_flops_ratio"] == 0
+
+
+def test_labels_replace_the_head():
+    """The head of labels is LoRA's to train; nothing is as large as the vocabulary."""
+    config = tiny_llama.config()
+    causal, of_labels = (pcg.explain(config, "lora", **x) for x in ({}, {"labels": ["a", "b"]}))
+    width, rows = config["hidden_size"], config["vocab_size"]
+    assert of_labels.parameters["base"] == causal.parameters["base"] - (rows - 2) * width
+    assert of_labels.parameters["trainable"] == causal.parameters["trainable"] + 2 * width
+    assert of_labels.to_json()["memory_bytes"]["total"] < causal.to_json()["memory_bytes"]["total"]
 
 
 def test_parameters_and_memory_of_llama(report):

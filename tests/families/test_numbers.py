@@ -66,7 +66,13 @@ def cases(of_default: Sequence[str]) -> list[Any]:
     ]
 
 
-EVERY = pytest.mark.parametrize("case", cases([*BY_NAME.keys() - {"gemma3n"}]), indirect=True)
+KINDS = (
+    *SAMPLE, "bloom", "cohere", "deepseek_v3", "falcon_h1", "gemma4", "glm4_moe", "gpt_bigcode",
+    "gpt_neox", "gpt_oss", "gptj", "granite", "lfm2", "mamba2", "minicpm3", "olmo2", "opt", "phi3",
+    "qwen2.5-windows", "qwen3", "qwen3.5", "stablelm-parallel", "starcoder2",
+)  # fmt: skip
+"""Families of the default run: one or two of each kind of layer."""
+EVERY = pytest.mark.parametrize("case", cases(KINDS), indirect=True)
 SOME = pytest.mark.parametrize("case", cases(SAMPLE), indirect=True)
 
 
@@ -342,9 +348,9 @@ def planned(
     recipe = recipe_of(family, targets)
     options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": SEQ}
     model = oracle.random_model(family.config(LAYERS), dtype)
-    executor = compiler.compile(model, {"a": recipe}, **options)
+    executor = compiled.executor(model, {"a": recipe}, is_own=True, **options)
     name = str(dtype).removeprefix("torch.")
-    report = explaining.explain(family.config(LAYERS), recipe, dtype=name, **options)
+    report = explaining.explain(model.config.to_dict(), recipe, dtype=name, **options)
     return executor, report
 
 
@@ -401,7 +407,7 @@ def check_gradients(family: Family) -> None:
         exclude_modules=tuple(family.excluded) or None,
     )
     for budget in (1.0, *BUDGETS):
-        executor = compiler.compile(base, {"a": recipe}, memory_budget=budget)
+        executor = compiled.executor(base, {"a": recipe}, memory_budget=budget)
         adapter = executor.adapters["a"]
         oracle.copy_lora(adapter, wrapped)
         found = gradients(executor, sequences)
@@ -461,7 +467,7 @@ def test_longrope_up_to_the_positions_of_its_short_factors(tmp_path: Path) -> No
     assert executor.max_positions == 32
     with pytest.raises(PcgError, match="32 positions"):
         executor.generate([longer], max_new_tokens=1)
-    with pytest.raises(UnsupportedError, match="33 tokens, and pcg rotates by the short factors"):
+    with pytest.raises(UnsupportedError, match="33 tokens; beyond 32, the model has other rotary"):
         executor.logits(longer)
     with pytest.raises(UnsupportedError, match="rotary frequencies that change with the length"):
         compiler.compile(base)

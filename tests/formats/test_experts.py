@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,10 @@ from pcg.formats.registry import FORMATS
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weights import StateDictCheckpoint
+from pcg.runtime.model.base_weights import WeightStore
+from pcg.runtime.model.gguf_weights import open_weights
+from pcg.runtime.model.weights import StateDictCheckpoint, Weights
+from pcg.source import resolve
 from tests.formats.test_formats import (
     EXACT,
     IN_SHORT,
@@ -193,8 +198,13 @@ def test_checkpoints_of_experts_one_by_one(name: str, library: str, tmp_path: Pa
         found = executor.logits([IDS], adapter)[0]
         assert oracle.relative_error(found, oracle.logits(expected, IDS)) < TOLERANCE
     check_gradients(executor, wrapped)
-    report = pcg.explain(folder, None, dtype="float32")
-    assert executor.state.weight_store.size_bytes == report.memory_bytes["weights"]
+    for quantization in (None, "none"):
+        options = {"dtype": "float32", "quantization": quantization}
+        executor = pcg.compile(folder, **options)
+        (found,) = executor.logits([IDS])
+        assert oracle.relative_error(found, oracle.logits(model, IDS)) < TOLERANCE
+        report = pcg.explain(folder, None, **options)
+        assert executor.state.weight_store.size_bytes == report.memory_bytes["weights"]
 
 
 @pytest.mark.slow
@@ -265,6 +275,30 @@ def test_experts_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
         pcg.compile(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["", "fp8"])
+def test_a_rank_reads_its_experts_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name:
+        stored_by_expert(tmp_path, name, "compressed-tensors")
+    else:
+        oracle.save_model(oracle.random_model(config_of("qwen3_moe")), tmp_path)
+    source, taken, take = resolve(str(tmp_path), weights=True), set[int](), Weights._take
+    program = compile_program(source.config, tp=2, ep=2, dtype="float32")
+    weights = open_weights(source, program)
+
+    def watched(self: Weights, name: str, ranges: Any = None) -> Tensor:
+        taken.update(map(int, re.findall(r"experts\.(\d+)\.", name)))
+        return take(self, name, ranges)
+
+    monkeypatch.setattr(Weights, "_take", watched)
+    for rank, experts in enumerate(({0, 1}, {2, 3})):
+        ranks: Any = SimpleNamespace(rank=rank, size=2)
+        WeightStore(program, weights, torch.device("cpu"), ranks).bind(program.serving.model)
+        assert taken == experts
+        taken.clear()
+
+
 @pytest.mark.slow
 def test_experts_over_ranks() -> None:
     config = {**config_of("qwen3_moe"), "head_dim": 64}
@@ -274,8 +308,9 @@ def test_experts_over_ranks() -> None:
     }
     state = oracle.random_model(config).state_dict()
 
-    def outcome(degree: int, ranks: Any = None) -> tuple[Any, int]:
-        program = compile_program(config, recipes, tp=degree, quantization="nf4", dtype="float32")
+    def outcome(degree: int, ranks: Any = None, **options: Any) -> tuple[Any, int]:
+        options |= {"quantization": "nf4", "dtype": "float32"}
+        program = compile_program(config, recipes, tp=degree, **options)
         weights = StateDictCheckpoint(state, program.base_prefix)
         mesh = None if ranks is None else tp_mesh(ranks)
         executor = make_executor(program, weights, recipes, None, "cpu", mesh)
@@ -291,4 +326,8 @@ def test_experts_over_ranks() -> None:
         # A rank has all nested scales, and not its share of them.
         assert held == pytest.approx(report.memory_bytes["weights"], rel=2e-3)
     with pytest.raises(ParallelError, match=r"experts.* inside a block of 64 .*fit its 128"):
-        run_ranks(4, lambda ranks: outcome(4, ranks))
+        run_ranks(4, lambda ranks: outcome(4, ranks, ep=1))
+    report = pcg.explain(config, None, tp=4, quantization="nf4", dtype="float32")
+    for found, held in run_ranks(4, lambda ranks: outcome(4, ranks)):  # whole experts
+        assert worst_error(found, expected) < TOLERANCE
+        assert held == pytest.approx(report.memory_bytes["weights"], rel=2e-3)

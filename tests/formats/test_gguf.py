@@ -85,6 +85,10 @@ def test_a_file_runs_as_in_transformers(case: str, tmp_path: Path) -> None:
     sequence = list(range(3, 60))
     error = oracle.relative_error(executor.logits([sequence])[0], oracle.logits(expected, sequence))
     assert error < 1e-5
+    decoded = pcg.compile(path, quantization="none")
+    assert {p.type.dtype for p, _ in decoded.state.program.base.parameters()} <= {"f32", "i64"}
+    error = oracle.relative_error(decoded.logits([sequence])[0], oracle.logits(expected, sequence))
+    assert error < 1e-5
     (done,) = executor.generate([sequence], max_new_tokens=16, ignore_eos=True)
     assert list(done.token_ids) == oracle.greedy(expected, sequence, 16)
     # The bytes of linear modules and of the embedding are the file's.

@@ -120,6 +120,9 @@ def test_written_checkpoints_run_in_transformers_and_as_quantization_on_load(
     executor = pcg.compile(folder)
     loaded = pcg.compile(directory, quantization=name)
     assert torch.equal(executor.logits([IDS])[0], loaded.logits([IDS])[0])
+    decoded = pcg.compile(folder, quantization="none")
+    assert all(p.type.dtype == "f32" for _, p in decoded.state.weight_store.frozen())
+    assert error_of(decoded, dequantized(model, name)) < 1e-5
     is_loaded = is_loaded_by_transformers(folder)
     if name in ("fp8_block", "nvfp4") or not is_loaded:
         # transformers multiplies fp8 on GPUs alone, and rounds the scales of nvfp4 to bf16.
@@ -133,7 +136,9 @@ def test_written_checkpoints_run_in_transformers_and_as_quantization_on_load(
 def test_gpt2_has_the_layout_of_bitsandbytes(name: str, tmp_path: Path) -> None:
     oracle.save_model(model_of("gpt2"), tmp_path / "float")
     folder = pcg.quantize(tmp_path / "float", name, tmp_path / "quantized")
-    assert error_of(pcg.compile(folder), loaded_by_transformers(folder)) < 1e-5
+    model = loaded_by_transformers(folder)
+    for quantization in (None, "none"):
+        assert error_of(pcg.compile(folder, quantization=quantization), model) < 1e-5
 
 
 def test_a_model_is_written_in_several_files_with_its_tokenizer(

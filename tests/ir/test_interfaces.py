@@ -178,7 +178,10 @@ def _without(layer: TrainingGraph, field: str, name: str) -> TrainingGraph:
 
 # -------------------------------------------------------------------------------------- attributes
 
-NO_NUMBER = {("own_part", "kept"), ("taken_part", "kept"), ("all_gather", "logits")}
+NO_NUMBER = {
+    *(("own_part", "kept"), ("taken_part", "kept"), ("all_gather", "logits")),
+    *((op, "padding") for op in ("embedding", "embedding_part", "embedding_shrink")),
+}
 """Attributes without which an operator gives the same numbers."""
 ANOTHER_FUNCTION = {
     *((op, "reversed") for op in ("add", "div", "mul", "sub")),

@@ -26,6 +26,7 @@ from pcg.ir.types import TOKENS, TORCH_NAMES, tensor
 from tests.support.operator_cases import (
     CASES,
     COUNT,
+    EXPERTS,
     NAMESPACE,
     Case,
     Operand,
@@ -40,7 +41,7 @@ ELSEWHERE = {
     "attention",
     *("all_gather", "all_gathers", "all_reduce", "all_reduces", "cross_entropy_part"),
     *("column_norm_part", "expand_add_part", "gathered_copy", "own_part", "placed_part"),
-    *("reduce_scatter", "replicate", "taken_part"),
+    *("reduce_scatter", "replicate", "route", "taken_part", "collected", "dispatched"),
 }
 """Operators whose rule is checked in a test of their own."""
 
@@ -65,10 +66,10 @@ def random_values(case: Case, graph: Graph) -> dict[str, Tensor]:
         if not type_.is_float:
             # Targets: some are no tokens, by any negative number.
             values[name] = torch.tensor([3, -100, 0, 6, -1][:COUNT], dtype=dtype)
-            if case.op == "embedding":
+            if case.op.startswith("embedding"):
                 values[name] = values[name].abs() % 7
             if len(shape) > 1:  # chosen experts, each token's own
-                numbers = torch.rand((shape[0], 7), generator=generator)
+                numbers = torch.rand((shape[0], EXPERTS), generator=generator)
                 values[name] = numbers.argsort(1)[:, : shape[1]]
             continue
         value = torch.randn(shape, generator=generator, dtype=torch.float64)

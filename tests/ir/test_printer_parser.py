@@ -221,7 +221,7 @@ def test_caret_stands_under_tabs() -> None:
         ("graph @g() {return} graph @h() {return}", "after one graph, found 'graph'"),
         ("graph @g(%x) {return}", "expected ':'"),
         ("graph @g(%x: f33[T]) {return}", r"expected a dtype \(f64, f32, .*, found 'f33'"),
-        ("graph @g(%x: f32[T) {return}", r"expected ',', '\]', '\|', '=' or '\+', found '\)'"),
+        ("graph @g(%x: f32[T) {return}", r"expected ',', '\]', '\|', '=', '\+' or '~', found '\)'"),
         ("graph @g(%x: f32[T|2|2]) {return}", r"expected ',' or '\]', found '\|'"),
         ("graph @g(%x: f32[T-4]) {return}", "found '-'"),
         ("graph @g(%x: f32[T|1]) {return}", "expected a degree of at least 2, found '1'"),

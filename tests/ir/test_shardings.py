@@ -8,9 +8,11 @@ numbers must be a rule of the table.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from pcg.ir.graph import Graph
 from pcg.ir.layouts import (
     PRE_REDUCE,
     REPLICATED,
+    ROUTED,
     WHOLE,
     Layout,
     Sharding,
@@ -29,9 +32,11 @@ from pcg.ir.layouts import (
     partitioned,
 )
 from pcg.ir.operators import operator
+from pcg.ir.types import State
 from tests.support.held import held, joined, same, seeded
 from tests.support.operator_cases import (
     CASES,
+    EXPERTS,
     Case,
     OneStep,
     backward_graph,
@@ -94,38 +99,62 @@ def local_case(case: Case, rule: Sharding, degree: int) -> Case:
     for operand, name, layout in zip(case.operands, node.inputs, rule.inputs, strict=True):
         shape = local_type(graph.types[name], layout, degree).shape
         operands.append(dataclasses.replace(operand, shape=shape))
-    attributes = operator(case.op).local_attributes(dict(node.attributes), tuple(types))
+    parts = degree if any(at.state is State.ROUTED and at.dim for at in rule.inputs) else 1
+    attributes = operator(case.op).local_attributes(dict(node.attributes), tuple(types), parts)
     return dataclasses.replace(case, operands=tuple(operands), attributes=attributes)
+
+
+def owners_of(
+    case: Case, values: Sequence[Tensor], outputs: Sequence[Tensor], degree: int
+) -> Tensor:
+    """The rank of each row [T, k]: that of its expert where the operator reads indices."""
+    if case.op.startswith("expert_"):
+        return next(v for v in values if not v.is_floating_point()) // (EXPERTS // degree)
+    return torch.randint(degree, outputs[0].shape[:2], generator=seeded("owners"))
 
 
 def is_right(case: Case, rule: Sharding, degree: int) -> bool:
     """Whether ranks that hold the inputs so have the outputs so, and the gradients dually."""
     graph = forward_graph(case, "f64")
     values = values_of(case, graph)
-    (out, *_), _ = run(case, values, None)
+    outputs, _ = run(case, values, None)
+    out, owners = outputs[0], None
+    if ROUTED in (*rule.inputs, *rule.outputs):
+        owners = owners_of(case, values, outputs, degree)
     incoming = torch.randn(out.shape, generator=seeded("dy"), dtype=torch.float64)
     outputs, gradients = run(case, values, incoming if out.is_floating_point() else None)
     parts = [
-        held(value, layout, degree, i)
+        held(value, layout, degree, i, owners, elsewhere=0.5)
         for i, (value, layout) in enumerate(zip(values, rule.inputs, strict=True))
     ]
-    upstream = held(incoming, dual(rule.outputs[0]), degree, "dy")
+    upstream = held(incoming, dual(rule.outputs[0]), degree, "dy", owners)
     local = local_case(case, rule, degree)
-    found = [
-        run(local, [part[rank] for part in parts], upstream[rank] if gradients else None)
-        for rank in range(degree)
-    ]
+    found = []
+    for rank in range(degree):
+        own = [part[rank] for part in parts]
+        with on_rank(rank, degree):
+            found.append(run(local, own, upstream[rank] if gradients else None))
     for i, (expected, layout) in enumerate(zip(outputs, rule.outputs, strict=True)):
-        if not same(joined([own[i] for own, _ in found], layout), expected):
+        if not same(joined([own[i] for own, _ in found], layout, owners), expected):
             return False
     for i, (gradient, layout) in enumerate(zip(gradients, rule.inputs, strict=True)):
         if gradient is not None:
             own = [ranks_gradients[i] for _, ranks_gradients in found]
             if any(one is None for one in own):
                 return False
-            if not same(joined([g for g in own if g is not None], dual(layout)), gradient):
+            present = [g for g in own if g is not None]
+            if not same(joined(present, dual(layout), owners), gradient):
                 return False
+            if layout == ROUTED and not same(torch.stack(present).sum(0), gradient):
+                return False  # other rows have a gradient
     return True
+
+
+@contextlib.contextmanager
+def on_rank(rank: int, degree: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneStep, "ranks", SimpleNamespace(rank=rank, size=degree))
+        yield
 
 
 def rules_of(case: Case, degree: int) -> Iterator[Sharding]:

@@ -53,9 +53,11 @@ FREE = {
     *(("mean", 0), ("sum", 0)),  # the dim that is reduced
     *(("cross_entropy", 0), ("cross_entropy_part", 0)),  # the vocabulary
     ("expand", 0),  # what has the wanted size already stays
+    *(("embedding_shrink", 1), ("embedding_outer", 2)),  # the vocabulary
     ("base_piece", 2),  # the weight that names the base
     ("latent_window_backward", 4),  # the latents
     *(("short_convolution", 1), ("short_convolution_backward", 1)),  # the taps
+    *(("collected", 1), ("dispatched", 1)),  # the experts of a token
 }
 """Inputs whose last size is not given by the others, nor gives the outputs'."""
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
-import pcg.compiler as compiler
 from pcg.codegen.emit import emit_module
 from pcg.codegen.group_kernel import group_kernel
 from pcg.codegen.program_functions import Function
@@ -36,6 +35,7 @@ from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import load_functions
 from pcg.runtime.training.runner import TrainingPass, training_runner
 from pcg.runtime.training.work_units import Part
+from tests.support import compiled as programs
 from tests.support import oracle
 from tests.support.append_cases import check_cache, rows_of, tables_of
 from tests.support.families import BY_NAME
@@ -70,7 +70,7 @@ def test_the_cache_holds_what_transformers_caches(
     name: str, layers: int, changes: Mapping[str, Any]
 ) -> None:
     base = oracle.random_model(BY_NAME[name].config(layers, **changes))
-    executor = compiler.compile(base, backend="triton")
+    executor = programs.executor(base, backend="triton")
     for in_pages in (True, False):
         with sanitized():
             check_cache(base, executor, prompts((21, 5, 18)), in_pages)
@@ -79,7 +79,7 @@ def test_the_cache_holds_what_transformers_caches(
 def launched(name: str, **changes: Any) -> list[str]:
     """The kernels of a step that decodes, of one layer alone."""
     base = oracle.random_model(BY_NAME[name].config(1, **changes))
-    serving = compiler.compile(base, backend="triton").serving
+    serving = programs.executor(base, backend="triton").serving
     runner = serving.runner
     cache = KvCache(kv_types(runner.model), 4, CPU, in_pages=True)
     tables = tables_of(cache, [9, 9])
@@ -119,7 +119,7 @@ def test_gradients_of_windows_through_pages() -> None:
     """Attention is made again for backward, and its keys and values appended once more."""
     base = oracle.random_model(BY_NAME["qwen3"].config(1, head_dim=16))
     wrapped = oracle.with_adapter(base, "all-linear", rank=4)
-    executor = compiler.compile(base, backend="triton", memory_budget=0.0)
+    executor = programs.executor(base, backend="triton", memory_budget=0.0)
     recipe = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     adapter = executor.add_adapter("a", recipe)
     for path, parameter in oracle.lora_parameters(wrapped).items():

@@ -49,12 +49,14 @@ def reference_of_all(
 @st.composite
 def options(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from([2, 4, 8]))
+    reach = draw(st.sampled_from([0, 0, 1, 2, 3, 5, -2, -4]))
     return small(
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 3)),
         size=size,
         value_size=draw(st.sampled_from([size, size, 6])),
-        window=draw(st.sampled_from([0, 0, 1, 2, 3, 5])),
+        window=max(reach, 0),
+        chunk=max(-reach, 0),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
@@ -68,10 +70,12 @@ NAMED = {
     "gqa": small(),
     "mqa": small(kv_heads=1, group=4),
     "window": small(window=3),
+    "chunk": small(chunk=4),
     "softcap": small(softcap=2.0),
     "alibi": small(alibi=True),
     "sinks": small(sinks=True),
     "alibi-window": small(alibi=True, window=3),
+    "alibi-chunk": small(alibi=True, chunk=3),
     "softcap-window": small(softcap=2.0, window=4),
     "everything": small(window=3, softcap=2.0, alibi=True, sinks=True, value_size=6),
 }

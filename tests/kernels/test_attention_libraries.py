@@ -18,12 +18,14 @@ from pcg.errors import UnsupportedError
 from pcg.ir.program.folder import load_program, save_program
 from pcg.kernels import attention_libraries
 from pcg.kernels.attention_libraries import LIBRARIES, choose_libraries
+from pcg.kernels.torch import recurrent
 from pcg.kernels.triton.attention import dispatch
 from pcg.runtime.data.example import Example
 from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from tests.support import attention_libraries as stand_in
+from tests.support import compiled as programs
 from tests.support import oracle
-from tests.support.families import BY_NAME
+from tests.support.families import BY_NAME, KIMI_DELTA, Family
 from tests.support.interpreter import bf16
 
 bf16.install()
@@ -35,7 +37,9 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     dispatch._planners.cache_clear()
+    recurrent._kernel.cache_clear()
     yield stand_in.install(monkeypatch)
+    recurrent._kernel.cache_clear()
     dispatch._planners.cache_clear()
 
 
@@ -44,7 +48,7 @@ def config(**changed: Any) -> dict[str, Any]:
 
 
 def executor_of(base: Any, attention: str) -> Any:
-    return compiler.compile(base, backend="triton", attention=attention, device="cpu")
+    return programs.executor(base, backend="triton", attention=attention)
 
 
 @pytest.mark.slow
@@ -100,6 +104,44 @@ def test_whole_sequences_are_trained_by_the_library(
 
 
 @pytest.mark.parametrize(
+    ("family", "changed", "called"),
+    [
+        (
+            BY_NAME["qwen3.5"],
+            {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32},
+            "chunk_gated_delta_rule",
+        ),
+        (KIMI_DELTA, {"linear_head_dim": 32}, "chunk_kda"),
+        (BY_NAME["mamba2"], {"state_size": 32}, "chunk_simple_gla"),
+    ],
+    ids=str,
+)
+def test_recurrences_of_several_tokens(
+    calls: dict[str, int], family: Family, changed: dict[str, Any], called: str
+) -> None:
+    """Logits of ragged prompts, decoded tokens, and gradients; single tokens are our own."""
+    base = oracle.random_model(family.config(2, **changed), torch.bfloat16)
+    sequences = [[5, 9, 2, 11, 4, 8], [7, 3, 3], [6]]
+    logits, gradients = [], []
+    for attention in ("fla", "own"):
+        executor = executor_of(base, attention)
+        executor.add_adapter("a", "lora")
+        logits.append(torch.cat(executor.logits(sequences, "a")))
+        runner = executor.training_runner("a")
+        examples = [Example(one, one) for one in sequences[:2]]
+        runner.forward_backward(examples, runner.count_targets(examples))
+        gradients.append(torch.cat([p.grad.flatten() for p in runner.parameters.values()]))
+        (completion,) = executor.generate(sequences[:1], max_new_tokens=3, ignore_eos=True)
+        rows = executor.logits([[*sequences[0], *completion.token_ids]])[0][5:-1]
+        chosen = rows.gather(1, torch.tensor(completion.token_ids)[:, None])
+        assert (rows.max(1, keepdim=True).values - chosen).max() < 2e-2 * rows.abs().max()
+        assert calls.keys() == ({called} if attention == "fla" else set())
+        calls.clear()
+    for ours, theirs in (logits, gradients):
+        assert oracle.relative_error(ours, theirs) < 2e-2
+
+
+@pytest.mark.parametrize(
     ("family", "changed", "dtype"),
     [("gemma2", {"head_dim": 64}, "float16"), ("llama3", {"head_dim": 64}, "float32")],
 )
@@ -135,7 +177,7 @@ def test_auto_takes_what_is_installed(
 ) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn_3,flash_attn"
+    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn_3,flash_attn,fla"
     assert choose_libraries("auto", "torch", cuda) == "own"
     assert choose_libraries("auto", "triton", torch.device("cpu")) == "own"
     found = importlib.util.find_spec
@@ -144,9 +186,11 @@ def test_auto_takes_what_is_installed(
         "find_spec",
         lambda name: None if name == "flashinfer_jit_cache" else found(name),
     )
-    assert choose_libraries("auto", "triton", cuda) == "flash_attn_3,flash_attn"  # none compiles
+    assert (
+        choose_libraries("auto", "triton", cuda) == "flash_attn_3,flash_attn,fla"
+    )  # none compiles
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert choose_libraries("auto", "triton", cuda) == "flash_attn"
+    assert choose_libraries("auto", "triton", cuda) == "flash_attn,fla"
     with pytest.raises(UnsupportedError, match=r"flash_attn_3 is for GPUs of capability 9\.0"):
         choose_libraries("flash_attn_3", "triton", cuda)
 
@@ -167,4 +211,6 @@ def test_refusals(attention: str, backend: str, message: str) -> None:
 def test_pytorch_has_its_own(calls: dict[str, int]) -> None:
     with pytest.raises(UnsupportedError, match="is for backend='triton'"):
         choose_libraries("flash_attn", "torch", torch.device("cpu"))
-    assert [library.use for library in LIBRARIES] == ["prompts", "training", "training"]
+    assert [library.use for library in LIBRARIES] == [
+        *("prompts", "training", "training", "recurrences"),
+    ]

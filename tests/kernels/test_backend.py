@@ -47,6 +47,12 @@ def test_a_cpu_gets_pytorch() -> None:
     assert choose_backend("triton", torch.device("cpu")).name == "triton"
 
 
+@pytest.mark.parametrize("name", ["nosuch", "cuda:99", "mps:0"])
+def test_a_device_that_cannot_be_used_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"the device {name} cannot be used .*; use cpu"):
+        machine_device(name)
+
+
 @pytest.mark.parametrize(
     ("capability", "name"), [((7, 5), "torch"), ((8, 0), "triton"), ((8, 9), "triton")]
 )

@@ -47,6 +47,7 @@ NAMED = {
     "head-256": Case(size=256, value_size=256, dtype=torch.bfloat16),
     "window": Case(window=20, dtype=torch.bfloat16),
     "wide-window": Case(window=75, arena=True),
+    "chunk": Case(kv_heads=1, chunk=24),
     "softcap": Case(softcap=2.0),
     "alibi": Case(alibi=True, dtype=torch.bfloat16),
     "sinks": Case(sinks=True),
@@ -91,7 +92,7 @@ def check(case: Case, shape: Sequence[tuple[int, int]], seed: int = 0) -> None:
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMED, "mha", "mqa", "window", "alibi"))
+@pytest.mark.parametrize("name", mostly_slow(NAMED, "mha", "mqa", "window", "chunk", "alibi"))
 def test_decode_chunks_and_prompts_in_one_batch(name: str) -> None:
     check(NAMED[name], MIXED if NAMED[name].group < 9 else MIXED[::4])
 
@@ -123,6 +124,11 @@ def test_any_batch_of_any_options(case: Case, shape: list[tuple[int, int]], seed
 @pytest.mark.parametrize("window", [0, 300, 700])
 def test_a_token_that_decodes_over_many_splits(window: int) -> None:
     check(Case(window=window, sinks=True, dtype=torch.bfloat16), [(1, 4 * SPLIT_KEYS + 100)])
+
+
+def test_a_token_that_decodes_over_the_splits_of_a_chunk() -> None:
+    shape = [(1, 4 * SPLIT_KEYS + 100)]
+    check(Case(chunk=SPLIT_KEYS + 150, sinks=True, dtype=torch.bfloat16), shape)
 
 
 @settings(max_examples=6)

@@ -35,6 +35,7 @@ NAMED = {
     "head-256-fp32": Case(kv_heads=1, size=256, value_size=256),
     "window": Case(kv_heads=1, window=9),
     "wide-window": Case(kv_heads=1, window=35),
+    "chunk": Case(kv_heads=1, chunk=24),
     "softcap": Case(kv_heads=1, softcap=2.0),
     "alibi": Case(alibi=True, dtype=torch.bfloat16),
     "sinks": Case(kv_heads=1, sinks=True),

@@ -57,7 +57,7 @@ def kernels(
     heads = {"H": 8 * group, "G": group, **widths}
     largest = max(widths["BLOCK_D"], widths["BLOCK_DV"])
     element = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    options = {"COLUMNS": COLUMNS, "WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
+    options = {"COLUMNS": COLUMNS, "REACH": window, "SOFTCAP": softcap, "ALIBI": alibi}
     options["PAGE"] = PAGE_TOKENS
 
     def made(
@@ -160,7 +160,7 @@ def kernels(
             "totals highest sums lse sinks",
             {"parts": "*i32", "decodes": "*i32"},
             {"H": heads["H"], "DV": value_size, "BLOCK_DV": widths["BLOCK_DV"], "BLOCK_S": 8}
-            | {"COLUMNS": COLUMNS, "WINDOW": window, "SINKS": sinks, "LSE": True}
+            | {"COLUMNS": COLUMNS, "REACH": window, "SINKS": sinks, "LSE": True}
             | {"SPLIT": SPLIT_KEYS},
             Blocks(0, 0, 2, 3),
         ),
@@ -260,6 +260,7 @@ def test_machine_code_of_options(name: str, architecture: int) -> None:
     check(found, size)
 
 
+@pytest.mark.slow
 def test_a_program_alone_on_its_processor_takes_the_registers_that_it_needs() -> None:
     """ptxas spills a little for a second program, which the shared memory does not hold."""
     made = kernels(89, 192, value_size=128, sinks=True)

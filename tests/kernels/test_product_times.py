@@ -46,8 +46,8 @@ def test_times_are_measured_once_for_a_machine(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(product_times, "SIZE", 64)
-    measured, measure = [], product_times._measured
-    monkeypatch.setattr(product_times, "_measured", lambda: measured.append(1) or measure())
+    measured, times = [], product_times._measured()
+    monkeypatch.setattr(product_times, "_measured", lambda: measured.append(1) or times)
     read = product_times.product_times.__wrapped__
     first = read()
     assert first == read()

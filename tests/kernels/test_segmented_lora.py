@@ -405,15 +405,15 @@ def _outer(dtype: str) -> Kernel:
 
 
 _KERNELS = {
-    "decode shrink": _shrink(16, 16),
     "prefill shrink": _shrink(64, 64),
     "decode expand": _expand_tokens(16),
     "prefill expand": _expand(1),
-    "prefill expand of parts, unscaled": _unscaled(_expand(8)),
     "outer": _outer("bf16"),
 }
 
 _RARE_KERNELS = {
+    "decode shrink": _shrink(16, 16),
+    "prefill expand of parts, unscaled": _unscaled(_expand(8)),
     "decode expand of wide adapters": _expand_tokens(14, 4),
     "decode expand of slices": _expand_tokens(16, 1, 3),
     "prefill expand of parts": _expand(8),

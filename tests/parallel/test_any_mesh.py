@@ -112,6 +112,9 @@ def work_alone(name: str, layers: int, is_sharded: bool) -> Outcome:
     cases(
         ("llama3", "tp2", {}),
         ("mixtral", "tp2", {}),
+        ("mixtral", "tp2", {"ep": 2}),
+        ("mixtral", "tp4", {**PARTS, "ep": 4}),
+        ("mixtral", "tp4", {"ep": 2}),
         ("gpt_oss", "tp2", {}),
         ("qwen2", "tp4", {}),  # two KV heads, with biases: each pair of ranks shares one
         ("gpt2", "tp4", PARTS),
@@ -123,6 +126,14 @@ def work_alone(name: str, layers: int, is_sharded: bool) -> Outcome:
         slow=[
             ("glm4_moe", "tp4", {}),
             ("gpt_oss", "tp4", PARTS),
+            *((name, "tp4", {"ep": 4}) for name in ("gpt_oss", "qwen3_moe", "deepseek_v3")),
+            *((name, "tp4", {"ep": 2}) for name in ("gpt_oss", "deepseek_v3", "glm4_moe")),
+            ("gpt_oss", "tp4", {**PARTS, "ep": 2}),
+            ("qwen3_next", "tp2", {"ep": 2}),
+            ("glm4_moe", "tp4", {**PARTS, "ep": 4}),
+            ("mixtral", "pp2 tp2", {"ep": 2}),
+            ("mixtral", f"dp2 tp2 {SHARDED}", {"ep": 2}),
+            ("mixtral", "tp2", {"ep": 2, "backend": "triton"}),
             *((name, f"tp{n}", o) for name in FAMILIES for n in (2, 4) for o in ({}, PARTS)),
             # Attention's kernels know no heads of 24.
             *((name, "tp2", {"backend": "triton"}) for name in FAMILIES if name != "gemma2"),

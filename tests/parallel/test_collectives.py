@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pcg.ir.types import TOKENS, part_of_tokens, tensor
 from pcg.kernels.torch import ops as torch_ops
 from pcg.passes.graphs.differentiate import Differentiate
 from tests.support.evaluate import evaluate
-from tests.support.held import held, joined
+from tests.support.held import held, joined, seeded
 from tests.support.spread import Spread
 from tests.support.threads import ThreadRanks, run_ranks
 
@@ -116,6 +117,56 @@ def rows_held(x: Tensor, layout: Layout, degree: int, key: object) -> list[Tenso
     return held(F.pad(x, (0, 0, 0, padding)), layout, degree, key)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=["tokens", "choices"])
+def test_rows_go_to_the_ranks_of_their_experts_and_back(
+    shape: tuple[int, ...], degree: int, tokens: int
+) -> None:
+    """Gradients of dispatched rows are collected, and those of collected rows dispatched."""
+    each = 8 // degree
+    indices = torch.rand(tokens, 8, generator=seeded("experts")).argsort(1)[:, :2]
+    ranks_of_rows = [indices // each == rank for rank in range(degree)]
+    if len(shape) == 1:
+        ranks_of_rows = [chosen.any(1) for chosen in ranks_of_rows]
+    own = [chosen.view(*chosen.shape, 1) for chosen in ranks_of_rows]
+    rows = part_of_tokens(degree)
+    graphs = {}
+    for op, size in (("dispatched", rows), ("collected", TOKENS)):
+        builder = Builder("g")
+        names = [builder.input("x", tensor("f64", size, *shape))]
+        names.append(builder.input("indices", tensor("i64", TOKENS, 2)))
+        graphs[op] = builder.build([builder.add(op, names, name="y", degree=degree, experts=each)])
+        verify(graphs[op])
+    backward = {op: Differentiate(wrt=("x",)).run(graph) for op, graph in graphs.items()}
+    assert all(found.needed == ("indices",) for found in backward.values())
+    x = torch.randn(tokens, *shape, dtype=torch.float64)
+    padding = (0, 0) * len(shape) + (0, -tokens % degree)
+    parts = F.pad(x, padding).chunk(degree)
+    of_ranks = torch.randn(degree, tokens, *shape, dtype=torch.float64)
+
+    def on_rank(ranks: ThreadRanks) -> list[Tensor]:
+        rank, batch = ranks.rank, Spread(ranks)
+
+        def run(graph: Graph, name: str, value: Tensor) -> Tensor:
+            return evaluate(graph, {name: value, "indices": indices.clone()}, batch)[0]
+
+        return [
+            run(graphs["dispatched"], "x", parts[rank]),
+            run(backward["collected"].backward, "d_y", parts[rank]),
+            run(graphs["collected"], "x", of_ranks[rank]),
+            run(backward["dispatched"].backward, "d_y", of_ranks[rank]),
+        ]
+
+    summands = [torch.where(mask, y, 0) for mask, y in zip(own, of_ranks, strict=True)]
+    sums = F.pad(torch.stack(summands).sum(0), padding).chunk(degree)
+    for rank, found in enumerate(run_ranks(degree, on_rank)):
+        for dispatched in found[:2]:
+            torch.testing.assert_close(dispatched, torch.where(own[rank], x, 0))
+        for collected in found[2:]:
+            torch.testing.assert_close(collected, sums[rank])
+
+
 def test_rows_of_a_parted_table() -> None:
     table, ids = torch.randn(8, 3), torch.tensor([0, 7, 3, 4, 4])
     builder = Builder("g")
@@ -130,19 +181,22 @@ def test_rows_of_a_parted_table() -> None:
     torch.testing.assert_close(sum(run_ranks(DEGREE, on_rank)), F.embedding(ids, table))
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_the_loss_of_parted_logits(degree: int) -> None:
+@pytest.mark.parametrize(("degree", "smoothing"), [(2, 0.0), (4, 0.0), (2, 0.1)])
+def test_the_loss_of_parted_logits(degree: int, smoothing: float) -> None:
     logits = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 7, -100, 3, 4, -1])
     dloss = torch.rand(6, dtype=torch.float64)
     expected = F.cross_entropy(
-        logits, targets.masked_fill(targets < 0, -100), ignore_index=-100, reduction="none"
-    )
+        logits, targets.masked_fill(targets < 0, -100), ignore_index=-100, reduction="none",
+        label_smoothing=smoothing,
+    )  # fmt: skip
     (wanted,) = torch.autograd.grad(expected, logits, dloss)
     builder = Builder("g")
     names = [builder.input("logits", tensor("f64", TOKENS, 8 // degree))]
     names.append(builder.input("targets", tensor("i64", TOKENS)))
-    graph = builder.build([builder.add("cross_entropy_part", names, name="loss")])
+    attributes: Any = {"smoothing": smoothing} if smoothing else {}
+    loss_name = builder.add("cross_entropy_part", names, name="loss", **attributes)
+    graph = builder.build([loss_name])
     found = Differentiate(wrt=("logits",)).run(graph)
 
     def on_rank(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:

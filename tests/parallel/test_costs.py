@@ -450,7 +450,9 @@ def test_every_operator_that_runs_is_measured() -> None:
         "lora_group_backward",
         "lora_linear",
         "lora_linear_backward",
+        "pack_rows",
         "shrink_group",
+        "unpack_rows",
         "window_attention_backward",
     }
     assert computed - kernels - {"pack_bf16", "unpack_bf16"} == sums  # of bf16, which `quick` lacks
@@ -519,7 +521,7 @@ def test_gradients_in_one_operator_cost_their_parts() -> None:
 def test_links_are_measured() -> None:
     exchanges, backend = collective_profiler.measure_collectives(2, torch.device("cpu"), quick=True)
     assert backend == "gloo"
-    assert len(exchanges) == 3 * len(collective_profiler.QUICK_SIZES)
+    assert len(exchanges) == 4 * len(collective_profiler.QUICK_SIZES)
     model = ProfileModel(DeviceProfile("here", {}, quick().points, exchanges, backend))
     assert model.collective_seconds("all_reduce", 2**20, 2) > 0
     with pytest.raises(CostModelError, match="--tp 4"):

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import pcg.compiler as compiler
@@ -22,10 +24,13 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.weights import Checkpoint
+from pcg.runtime.training.runner import TrainingPass
 from pcg.source import resolve
 from tests.support import oracle
 from tests.support.families import BY_NAME
+from tests.support.held import seeded
 from tests.support.interpreter import bf16
+from tests.support.measured_memory import BATCH, SEQ
 from tests.support.parameters import mostly_slow
 from tests.support.ranked import (
     EXAMPLES,
@@ -39,6 +44,8 @@ from tests.support.ranked import (
     fill,
     make_executor,
     make_program,
+    predicted_memory,
+    rank_memory,
     work,
     worst_error,
 )
@@ -55,6 +62,33 @@ FAMILIES = ("llama3", "qwen2", "opt", "gpt2", "falcon-7b", "gemma2")
 def test_memory_of_a_rank_is_what_is_predicted(name: str, degree: int) -> None:
     """Llama's two KV heads over four ranks, too: each keeps those that its own heads attend to."""
     check_memory(name, degree)
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "ep"),
+    mostly_slow([("mixtral", 2, 2), ("gpt_oss", 4, 4), ("gpt_oss", 4, 2)], ("mixtral", 2, 2)),
+)
+def test_memory_of_a_rank_with_some_of_the_experts(
+    name: str, degree: int, ep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank saves the rows of its experts, by the routes that are replayed."""
+    program = make_program(name, degree, ep=ep)
+    routes = torch.rand((SEQ, LAYERS, 4), generator=seeded("routes")).argsort(-1)[..., :2]
+    routes[:, 0] = torch.arange(2)  # in the first layer all tokens choose the first two experts
+    monkeypatch.setattr(TrainingPass, "routes_of", lambda *_: routes.to(torch.int16))
+    found = run_ranks(degree, lambda ranks: rank_memory(make_executor(program, name, ranks), "a"))
+    most, even = (predicted_memory(program, name, "a", s) for s in ("compressed", "even-routing"))
+    parts = [rank * ep // degree for rank in range(degree)]
+    rows = [(routes * ep // 4 == part).sum((0, 2)).tolist() for part in parts]
+    spared = [0] * degree
+    for layer, index in enumerate(program.training.layers):
+        for node in program.training.plans[index].forward.nodes:
+            if node.op == "pack_rows":
+                most_rows, size = node.output.type.features
+                for rank, chosen in enumerate(rows):
+                    spared[rank] += 4 * size * BATCH * (SEQ * most_rows - chosen[layer])
+    assert found == [{**most, "activations": most["activations"] - less} for less in spared]
+    assert sum(memory["activations"] for memory in found) == degree * even["activations"]
 
 
 def test_ranks_hold_the_kv_heads_that_their_queries_read() -> None:
@@ -85,12 +119,21 @@ def test_layers_that_hand_on_more_than_hidden_states(name: str) -> None:
         assert worst_error(outcome, expected) < 1e-5
 
 
-def test_a_program_of_ranks_is_saved_and_loaded(tmp_path: Path) -> None:
-    program = make_program("gpt2", 2, sequence_parallel=True, gradient_accumulation_steps=8)
+@pytest.mark.parametrize(
+    ("name", "degree", "options"),
+    [
+        ("gpt2", 2, {"sequence_parallel": True, "gradient_accumulation_steps": 8}),
+        ("gpt_oss", 4, {"ep": 2}),  # matrices and biases that two ranks share
+    ],
+)
+def test_a_program_of_ranks_is_saved_and_loaded(
+    name: str, degree: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = make_program(name, degree, **options)
     save_program(program, tmp_path / "program")
     loaded = load_program(tmp_path / "program")
     assert loaded.options == program.options
-    assert loaded.options.sequence_parallel
+    assert {key: getattr(loaded.options, key) for key in options} == options
     assert loaded.serving == program.serving
     assert loaded.training == program.training
 
@@ -128,7 +171,8 @@ def test_ranks_save_one_adapter(tmp_path: Path) -> None:
     run_ranks(2, save)
     loaded = expected.add_adapter("loaded", tmp_path / "b")
     check_same(loaded, expected.adapters["b"])
-    assert len(list((tmp_path / "b").iterdir())) == 3
+    names = {path.name for path in (tmp_path / "b").iterdir()}
+    assert names == {"README.md", "SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_one_process_is_refused_with_how_to_start_more() -> None:

@@ -56,6 +56,30 @@ def test_a_job_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     check_same(read_adapter(tmp_path / "adapter", "b"), executor.adapters["b"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"),
+    [
+        ("mixtral", 2, 2),
+        ("mixtral", 4, 4),
+        ("mixtral", 4, 2),
+        ("gpt_oss", 4, 2),
+        ("glm4_moe", 4, 2),
+    ],
+)
+def test_ranks_with_some_of_the_experts(name: str, tp: int, ep: int, tmp_path: Path) -> None:
+    """Tokens go to experts that a rank has alone; others' products are summed over the ranks."""
+    given = [f"output={tmp_path}", f"name={name}", f"tp={tp}", f"ep={ep}", f"ranks={tp}"]
+    started = start(SCRIPT, "launch", "work_with_experts", *given)
+    expected = work(make_executor(make_program(name, 1), name))
+    _, errors = started.communicate(timeout=400)
+    assert started.returncode == 0, errors
+    for rank in range(tp):
+        found, messages = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert worst_error(found, expected) < 1e-5
+        assert (messages["all_to_all"] > 0) == (ep == tp)
+
+
 @pytest.mark.parametrize(
     "act", mostly_slow(["lose_one", "lose_one_meanwhile"], "lose_one_meanwhile")
 )

@@ -21,7 +21,7 @@ from pcg.errors import (
 )
 from pcg.peft.lora import LoraConfig
 from pcg.ranks import join
-from pcg.ranks.group import ProcessRanks, run_on_first
+from pcg.ranks.group import ProcessRanks, RowsToAll, run_on_first
 from pcg.ranks.join import check_own_gpu
 from pcg.ranks.launch import RankError, read_errors
 from pcg.runtime.executor import Executor
@@ -205,10 +205,12 @@ def test_what_is_sent_stays_until_all_has_come(device: str, backend: str) -> Non
     try:
         ranks = ProcessRanks(dist.group.WORLD, torch.device(device))  # type: ignore[arg-type]
         begun = []
-        for place, collective in enumerate(("all_gather", "all_reduce", "reduce_scatter")):
+        kinds = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+        for place, collective in enumerate(kinds):
             x = torch.full((2**22,), float(place), device=device)
-            begun.append(ranks.begin(collective, [x] if collective == "reduce_scatter" else x))
-        del x
+            given = {"reduce_scatter": [x], "all_to_all": RowsToAll(x, [2**22], [2**22])}
+            begun.append(ranks.begin(collective, given.get(collective, x)))
+        del x, given
         others = [torch.full((2**22,), -1.0, device=device) for _ in range(8)]
         for place, wait in enumerate(begun):
             came = wait()
@@ -252,6 +254,7 @@ def test_each_ranks_own_sheet_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
         raise PcgError("asked")
 
     monkeypatch.setattr(compiler, "own_sheet", own_sheet)
+    monkeypatch.setattr(compiler, "machine_device", torch.device)  # there is no GPU to try
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, ROUTED, WHOLE, Layout, partitioned
 from pcg.ir.operators import OPERATORS
 from pcg.ir.operators.collectives import Transition
 from pcg.ir.types import TOKENS, TensorType, tensor
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import SAVED_COPY, is_saved, saved
-from pcg.parallel.planner import ReshardPaths
+from pcg.parallel.planner import ReshardPaths, Routing
 
 DEGREE = 2
 TYPES = (
@@ -34,10 +34,15 @@ SENDS = {
     "take": ("", ""),
     "scatter": ("reduce_scatter", "all_gather"),
     "gather": ("all_gather", "reduce_scatter"),
+    "route": ("", ""),
+    "dispatch": ("all_to_all", "all_to_all"),
+    "collect": ("all_to_all", "all_to_all"),
 }
 """The collective of each transition, forward and backward (FlexLLM §5.1; of tokens Korthikanti et
 al. 2022, §4.2.2)."""
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+OF_TOKENS = ("collect", "dispatch", "gather", "scatter")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+CHOICES = 4
 
 
 class Dice(ByteCosts):
@@ -70,7 +75,8 @@ def layouts_of(type_: TensorType, of_tokens: bool) -> list[Layout]:
         for at, n in sizes
         if (n % DEGREE == 0 if isinstance(n, int) else of_tokens)
     ]
-    return [WHOLE, REPLICATED, PRE_REDUCE, *parts]
+    rows = [ROUTED] * type_.is_token_wise
+    return [WHOLE, REPLICATED, PRE_REDUCE, *rows, *parts]
 
 
 def edges(
@@ -81,8 +87,10 @@ def edges(
         if isinstance(entry, Transition):
             for dim in {layout.dim for layout in layouts}:
                 is_of_tokens = bool(tokens) and dim == tokens
-                if entry.name in ("gather", "scatter") and not is_of_tokens:
+                if entry.name in OF_TOKENS and not is_of_tokens:
                     continue
+                if entry.name == "collect" and tokens != -3:
+                    continue  # rows of tokens, and not of their choices
                 if entry.name == "combine" and is_of_tokens and is_active:
                     continue  # backward would keep the whole
                 before, after = entry.layouts({"dim": dim} if dim else {})
@@ -102,7 +110,7 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
     type_: TensorType, is_active: bool, seed: int, shards_tokens: bool
 ) -> None:
     costs = Dice(seed)
-    paths = ReshardPaths(DEGREE, costs, shards_tokens)
+    paths = ReshardPaths(DEGREE, costs, shards_tokens, Routing("indices", 1, CHOICES))
     layouts = layouts_of(type_, shards_tokens)
     tokens = -len(type_.dims) if shards_tokens and type_.is_token_wise else 0
     steps = list(edges(layouts, tokens, is_active))
@@ -116,12 +124,15 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
 
     has = [*itertools.combinations(layouts, 1), *itertools.combinations(layouts, 2)]
     for have in has:
+        if have == (ROUTED,) and tokens != -3:
+            continue  # no transition leads from there
         least: dict[Layout, float] = {}
         for layout, cost in (end for start in have for end in walk(start, 0, frozenset({start}))):
             least[layout] = min(cost, least.get(layout, cost))
         found = paths.cheapest(type_, is_active, have)
         marks = {layout for layout in found if is_saved(layout)}
         parts = {saved(at) for at in layouts if at.dim and at.dim != tokens}
+        parts |= {saved(ROUTED)} & {*marks}
         assert marks == (
             {SAVED_COPY, *parts, *([saved(PRE_REDUCE)] * bool(parts))} if tokens else set()
         )
@@ -132,5 +143,5 @@ def test_the_cheapest_path_is_the_cheapest_of_all(
             assert all(step.before in at[: len(have) + i] for i, step in enumerate(path))
             assert (path[-1].after if path else layout) == layout
             assert sum(costs.step(step.op, step.dim, is_active) for step in path) == cost
-        if len(layouts) > 3:
+        if len(layouts) > 4:
             assert set(found) == set(layouts)

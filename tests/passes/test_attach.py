@@ -98,7 +98,7 @@ def test_sites_of_recipes(recipes: list[LoraConfig], ranks: dict[str, int | None
     found = bypasses_of(mlp_model(), recipes, "llama", "f32")
     ours = {site: [bypass.rank for bypass in at] for site, at in found.at.items()}
     assert ours == {site: [rank] for site, rank in ranks.items()}
-    assert found.biases == frozenset()
+    assert found.replaced == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_sites_of_recipes(recipes: list[LoraConfig], ranks: dict[str, int | None
 )
 def test_biases_of_recipes(bias: str, targets: tuple[str, ...], expected: set[str]) -> None:
     recipe = LoraConfig(target_modules=targets, bias=bias)
-    assert bypasses_of(mlp_model(), [recipe], "llama", "f32").biases == expected
+    assert bypasses_of(mlp_model(), [recipe], "llama", "f32").replaced == expected
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from triton.runtime import interpreter
 
-from pcg import compiler
 from pcg.compiler import compile_program
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.graph import Graph
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.fusion.defer_sums import DeferLora
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.emitted_programs import METHODS
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import lowered
@@ -86,7 +85,7 @@ def test_few_tokens_have_no_launch_for_expand(
     base = oracle.random_model(BY_NAME["llama3"].config(1))
     wrapped = oracle.with_adapter(base, "all-linear", rank=4)
     oracle.save(wrapped, tmp_path / "a")
-    executor = compiler.compile(base, {"a": str(tmp_path / "a")}, backend="triton")
+    executor = compiled.executor(base, {"a": str(tmp_path / "a")}, backend="triton")
     launched: Counter[str] = Counter()
     run = interpreter.GridExecutor.__call__
 

@@ -16,7 +16,7 @@ from pcg.passes.fusion.defer_sums import DeferResidualAdd
 from pcg.passes.graphs.pass_base import On, Stage
 from pcg.passes.pipeline import Pipeline, Settings, pipeline
 from pcg.passes.stages import Trained
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.kernel_graphs import groups
 from tests.support.parameters import mostly_slow
@@ -83,7 +83,7 @@ def test_parts_of_tokens_stay() -> None:
 def test_logits_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = oracle.random_model(BY_NAME[name].config(2))
     sequences = prompts((5, 1, 9))
-    expected = compiler.compile(base).logits(sequences)
+    expected = compiled.executor(base).logits(sequences)
 
     def deferring(settings: Settings) -> Pipeline:
         found = pipeline(settings)

@@ -14,10 +14,11 @@ import pytest
 import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
+from pcg.kernels.torch import latent_attention
 from pcg.runtime.memory.kv_cache import bytes_of_token, kv_types
 from tests.families.test_recurrent import case_of
 from tests.peft import test_co_serving
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.architectures import default_config
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import Models
@@ -59,11 +60,33 @@ def test_jobs_beside_requests() -> None:
     test_co_serving.check(models, ["all-4", "few-3"], Random(1))
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"backend": "triton"}, 2**26), ({}, 2 * 40 * LATENT)],
+    ids=["pages", "rows"],
+)
+def test_latents_are_gathered(
+    options: Mapping[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of base and adapter over pages, and over rows as many as memory allows."""
+    monkeypatch.setattr(latent_attention, "_MOST_GATHERED", most)
+    monkeypatch.setattr(latent_attention, "attend_single_tokens", lambda *_: False)
+    model = oracle.random_model(BY_NAME["minicpm3"].config(2))
+    wrapped = oracle.with_adapter(model, "all-linear", rank=16)
+    executor = compiled.executor(model, {"a": "lora"}, latent_cache=True, **options)
+    oracle.copy_lora(executor.adapters["a"], wrapped)
+    executor.refresh_adapter("a")
+    sequences = prompts((9, 38, 1, 21))
+    found = executor.generate(sequences, [None, "a", "a", None], max_new_tokens=6, ignore_eos=True)
+    for each, sequence, of in zip(found, sequences, (model, wrapped, wrapped, model), strict=True):
+        assert list(each.token_ids) == oracle.greedy(of, sequence, 6)
+
+
 def test_a_quantized_expansion() -> None:
     """Tokens are those of transformers with dequantized weights."""
     model = oracle.random_model(BY_NAME["minicpm3"].config(2))
     options: dict[str, Any] = {"quantization": "int8_weight", "latent_cache": True}
-    executor = compiler.compile(model, None, verify=False, **options)
+    executor = compiled.executor(model, **options)
     for path, weight in executor.state.weight_store.linear().items():
         model.get_submodule(path).weight.data.copy_(weight)
     found = executor.generate(prompts((9, 21)), max_new_tokens=8, ignore_eos=True)
@@ -88,7 +111,6 @@ def test_a_quantized_expansion() -> None:
             {},
             "otherwise than LoRA",
         ),
-        ("minicpm3", "lora", {"backend": "triton"}, "not for backend='triton'"),
     ],
 )
 def test_refusals(config: str, peft: object, options: Mapping[str, Any], message: str) -> None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.errors import UnsupportedError
 from pcg.explain import explain as explaining
 from pcg.ir.operators import OPERATORS, operator
@@ -22,6 +21,7 @@ from pcg.passes.registry import run_text
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
+from tests.support import compiled as programs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.interpreter import bf16
@@ -204,7 +204,8 @@ def adapted(model: Any, targets: Sequence[str], layers: list[int] | None = None)
 def compiled(model: Any, wrapped: Any, **options: Any) -> Executor:
     """A program whose adapter is peft's."""
     recipe = wrapped.peft_config["default"]
-    executor = compiler.compile(model, {"a": recipe}, batch=BATCH, seq=SEQ, **options)
+    options |= {"batch": BATCH, "seq": SEQ}
+    executor = programs.executor(model, {"a": recipe}, is_own=True, **options)
     parameters = executor.training_runner("a").parameters
     for name, theirs in oracle.lora_parameters(wrapped).items():
         parameters[name].data.copy_(theirs.data)
@@ -307,13 +308,13 @@ def test_a_family_keeps_what_is_predicted(name: str, backend: str) -> None:
     )
     base = oracle.random_model(family.config(3), torch.bfloat16)
     options: dict[str, Any] = {"lossy_activations": "fp8"}
-    executor = compiler.compile(base, {"a": recipe}, backend=backend, **options)
+    executor = programs.executor(base, {"a": recipe}, backend=backend, **options)
     given = {"batch": 2, "seq": 16, "dtype": "bfloat16"}
-    report = explaining.explain(family.config(3), recipe, **given, **options)
+    report = explaining.explain(base.config.to_dict(), recipe, **given, **options)
     saved = {stage.stage: stage.bytes for stage in report.activations}
     assert saved["fp8"] == measured(executor)
     assert saved["fp8"] < 0.8 * saved["compressed"]
-    exact = explaining.explain(family.config(3), recipe, **given)
+    exact = explaining.explain(base.config.to_dict(), recipe, **given)
     assert saved["compressed"] == exact.stage("compressed").bytes  # type: ignore[union-attr]
     assert exact.stage("fp8") is None
 

@@ -13,20 +13,27 @@ import pcg
 from pcg.compiler import compile_program
 from pcg.errors import CostModelError, ParallelError
 from pcg.ir.analysis.verifier import verify
-from pcg.ir.layouts import REPLICATED, WHOLE, Layout
+from pcg.ir.graph import Graph, Node
+from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, of_experts
 from pcg.ir.parser import parse_graph
 from pcg.ir.printer import print_graph
 from pcg.options import PlanOptions
-from pcg.parallel.base_plan import COLUMN, ROW, base_plan, partitioned_attentions
+from pcg.parallel.base_plan import COLUMN, EXPERTS, ROW, base_plan, partitioned_attentions
 from pcg.parallel.costs.layer_costs import ByteCosts
 from pcg.parallel.parallel_plan import Constraints
 from pcg.parallel.planner import Planner
+from pcg.passes.attach import Bypasses
+from pcg.passes.graphs.pass_base import On
 from pcg.passes.graphs.split_fused_projections import SplitFusedProjections
+from pcg.passes.quantize_weights import experts_of
 from pcg.passes.repeat_heads import RepeatHeads
+from pcg.passes.shard import PlanBase
+from tests.support.architectures import default_config
 from tests.support.families import BY_NAME, FAMILIES
 from tests.support.parallelized import (
     PLAN,
     attached,
+    attached_to,
     base_over_ranks,
     sharded,
     transitions,
@@ -205,6 +212,72 @@ def test_every_degree_that_fits_is_named() -> None:
     message = f"tp=3 does not divide the rows of .*=14336 of block_0; use one of {listed}$"
     with pytest.raises(ParallelError, match=message):
         pcg.explain("meta-llama/Llama-3.1-8B", tp=3, tp_plan=MLP)
+
+
+EXPERT_PLANS = {
+    1: {COLUMN, ROW},
+    2: {of_experts(-3, sharers=2, part=-2), of_experts(-3, sharers=2, part=-1)},
+    4: {EXPERTS},
+}
+"""The layouts of experts' weights over four ranks, by ep."""
+
+
+class Slow(ByteCosts):
+    """Costs of products of experts by their layout, all but one high."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__(4)
+        self.fast = EXPERT_PLANS[ep]
+
+    def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
+        return float(node.op == "expert_linear" and rule.inputs[2] not in self.fast)
+
+
+@pytest.mark.parametrize("ep", EXPERT_PLANS)
+def test_ranks_have_experts_or_parts_of_them_by_what_costs_less(ep: int) -> None:
+    model = attached_to(BY_NAME["mixtral"].config(1), lambda base: Bypasses())
+    split = On("base.blocks", SplitFusedProjections()).run(model)
+    found = PlanBase(4, costs=Slow(ep)).run(split)
+    for block, layouts in zip(found.base.blocks, found.layouts, strict=True):
+        assert {layouts[name] for name in experts_of(block)} == EXPERT_PLANS[ep]
+
+
+def test_ranks_have_some_experts_where_no_parts_fit() -> None:
+    """Three experts of 64 features over 3 ranks."""
+    config = {**BY_NAME["mixtral"].config(1), "num_attention_heads": 12, "num_key_value_heads": 12}
+    config |= {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 3}
+    three = pcg.explain(config, "lora", tp=3)
+    assert "by expert: partition A and B over the experts" in str(three)
+    rows = {row["weight"]: row["layout"] for row in three.parallel["base"]}
+    assert rows["mlp.experts.down_proj"] == "~-3"
+    with pytest.raises(ParallelError, match=r"tp=3 does not divide the .*=64 of block_0"):
+        pcg.explain(config, "lora", tp=3, ep=1)
+    with pytest.raises(ParallelError, match=r"tp=4 .* experts of .*=3 .*use one of 1, 3, or ep=1"):
+        pcg.explain(config, "lora", tp=4, ep=4)
+    with pytest.raises(
+        ParallelError, match=r"ep=2 of tp=4 ranks needs the experts of .*=3 .* in 2"
+    ):
+        pcg.explain(config, "lora", tp=4, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp": 4, "ep": 3}, "ep=3 and tp=4: .* in ep equal parts; use one of 1, 2, 4, or leave"),
+        ({"ep": 2}, "ep=2 and tp=1: .*; use tp=2 with it, or leave ep out"),
+        ({"tp": 2, "ep": 0}, "ep=0; use an int of at least 1"),
+        ({"tp": 2, "ep": 2, "tp_plan": MLP}, "ep=2 and a tp_plan"),
+        ({"tp": 2, "ep": 2}, "ep has no effect for a model without experts"),
+    ],
+)
+def test_degrees_of_experts_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelError, match=message):
+        pcg.explain(BY_NAME["llama3"].config(2), **given)
+
+
+def test_blocks_of_a_recurrence_are_no_experts() -> None:
+    with pytest.raises(ParallelError, match="ep has no effect for a model without experts"):
+        pcg.explain(default_config("recurrent_gemma", 3), None, tp=2, ep=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.explain.report.report import Report
 from pcg.ir.program.folder import load_program, save_program
@@ -21,7 +20,7 @@ from pcg.passes.memory.plan import most_shared, shared_inputs
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME, Family
 from tests.support.measured_memory import BATCH, SEQ, measured
 
@@ -72,8 +71,10 @@ def planned(
     options |= {"memory_budget": budget, "batch": BATCH, "seq": SEQ}
     torch.manual_seed(0)
     model = oracle.random_model(family.config(LAYERS))
-    executor = compiler.compile(model, {"a": recipe}, **options)
-    return executor, explaining.explain(family.config(LAYERS), recipe, dtype="float32", **options)
+    executor = compiled.executor(model, {"a": recipe}, is_own=True, **options)
+    # The configuration that was compiled, whose trace is cached.
+    config = model.config.to_dict()
+    return executor, explaining.explain(config, recipe, dtype="float32", **options)
 
 
 def least_with_an_input_each(family: Family) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg.explain import explain as explaining
+from pcg.ir.analysis.storages import SEQUENCES
+from pcg.ir.program.saved_memory import window_memory
+from pcg.ir.types import CONTEXT
 from pcg.peft.lora import LoraConfig
 from pcg.peft.prefix import PrefixTuningConfig
 from pcg.peft.recipe import Recipe
@@ -17,7 +21,7 @@ from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.batch import Batch
 from pcg.runtime.training.runner import TrainingPass, training_runner
 from pcg.runtime.training.windows import Window
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.parameters import mostly_slow
 
@@ -61,7 +65,7 @@ def test_keys_and_values_are_kept_once(name: str) -> None:
     family = BY_NAME[name]
     recipe = LoraConfig(r=4, target_modules="all-linear")
     model = oracle.random_model(family.config(layers))
-    executor = compiler.compile(model, {"a": recipe}, memory_budget=1.0)
+    executor = compiled.executor(model, {"a": recipe}, memory_budget=1.0)
     of_token = sum(
         type_.size_bytes / type_.shape[0]
         for pair in kv_types(executor.program.base)
@@ -100,6 +104,8 @@ def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
     resident = [x for holder in holders for x in vars(holder).values()]
     resident += [*cache.keys, *cache.values]
     pointers = {x.untyped_storage().data_ptr() for x in resident if isinstance(x, torch.Tensor)}
+    ends = [window.batch.states.after for window in found]
+    states = [x for boundary in ends if boundary is not None for x in boundary.states.values()]
     held = [
         x
         for window in found
@@ -109,6 +115,7 @@ def held_bytes(executor: Executor, windows: tuple[int, ...]) -> int:
             *window.carried,
             *window.shared,
             window.targets,
+            *states,
         )
         if x is not None
     ]
@@ -135,14 +142,42 @@ def test_what_windows_keep_is_what_explain_says(
     windows: tuple[int, ...],
     spared_layers: int,
 ) -> None:
-    config = BY_NAME[name].config(3)
-    executor = compiler.compile(oracle.random_model(config, dtype), {"a": recipe})
+    model = oracle.random_model(BY_NAME[name].config(3), dtype)
+    executor = compiled.executor(model, {"a": recipe})
     length = sum(windows) // BATCH
     named = str(dtype).removeprefix("torch.")
     report = explaining.explain(
-        config, recipe, batch=BATCH, seq=length, dtype=named, serve_tokens=BATCH * length
+        model.config.to_dict(),
+        recipe,
+        batch=BATCH,
+        seq=length,
+        dtype=named,
+        serve_tokens=BATCH * length,
     )
     stages = {stage.stage: stage for stage in report.activations}
     assert stages["token-level"].bytes == held_bytes(executor, windows)
     spared = stages["compressed"].bytes - stages["token-level"].bytes
     assert spared == report.memory_bytes["kv_cache"] * spared_layers // 3
+
+
+@pytest.mark.parametrize("name", mostly_slow(["lfm2", "qwen3.5", "mamba2", "bamba"], "lfm2"))
+def test_states_at_the_ends_of_windows_are_counted(name: str) -> None:
+    """Two of three windows end within a sequence, where recurrent layers keep their states."""
+    recipe = LoraConfig(r=4, target_modules="all-linear")
+    executor = compiled.executor(oracle.random_model(BY_NAME[name].config(2)), {"a": recipe})
+    training = training_runner(executor.state, executor.adapters["a"], windows=True).training
+    memory = window_memory(training.model, training, ends=2).total
+    assert memory.subs({SEQUENCES: BATCH, CONTEXT: SEQ}) == held_bytes(executor, (7, 20, 5))
+
+
+def test_explain_counts_ends_of_the_longest_windows() -> None:
+    """Windows of 4,096 tokens end three times within a sequence of 16,384, and twice within two."""
+    config = BY_NAME["lfm2"].config(2, max_position_embeddings=16384)
+    recipe = LoraConfig(r=4, target_modules="all-linear")
+    one, two = (
+        explaining.explain(config, recipe, batch=batch, seq=16384 // batch) for batch in (1, 2)
+    )
+    more = one.stage("token-level").bytes - two.stage("token-level").bytes
+    note = f"counts {more} bytes of recurrent state .* at 3 ends of windows, of 4,096 tokens"
+    assert any(re.search(note, text) for text in one.notes)
+    assert one.stage("compressed").bytes == two.stage("compressed").bytes

@@ -12,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pcg.compiler as compiler
 from pcg.errors import AdapterError, FinetuneError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.data.example import Example
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.adalora import DICT, FIELDS, OPTIONS, pair, train_peft
 from tests.support.families import BY_NAME
 from tests.support.parameters import mostly_slow
@@ -110,7 +109,7 @@ def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) 
     for logits, sequence, model in zip(found, sequences, models.values(), strict=True):
         if model is not None:
             assert oracle.relative_error(logits, oracle.logits(model, sequence)) < TOLERANCE
-    (alone,) = compiler.compile(base, {"p": str(tmp_path / "pruned")}).logits(sequences[:1], "p")
+    (alone,) = compiled.executor(base, {"p": str(tmp_path / "pruned")}).logits(sequences[:1], "p")
     assert oracle.relative_error(alone, oracle.logits(pruned, sequences[0])) < TOLERANCE
     executor.save_adapter("pruned", tmp_path / "again")
     first, second = (
@@ -120,8 +119,23 @@ def test_pruned_adapters_are_read_served_and_saved(module: str, tmp_path: Path) 
     assert all(torch.equal(first[key], second[key]) for key in first)
     again = oracle.load_saved(base, tmp_path / "again")
     assert torch.equal(oracle.logits(again, sequences[0]), oracle.logits(pruned, sequences[0]))
-    with pytest.raises(FinetuneError, match="ranks are given already"):
-        executor.finetune([Example(s, s) for s in sequences], "pruned", **OPTIONS)
+    data = [Example(s, s) for s in sequences[:3]]
+    theirs = oracle.load_saved(base, tmp_path / "pruned", is_trainable=True)
+    losses = train_peft(theirs, sequences[:3], 4, allocates=False)
+    options = {**OPTIONS, "max_steps": 4, "shuffle": False}
+    result = executor.finetune(data, "further", peft=tmp_path / "pruned", **options)
+    assert list(result.losses) == pytest.approx(losses, rel=1e-4)
+    oracle.save(theirs, tmp_path / "theirs")
+    executor.save_adapter("further", tmp_path / "ours")
+    configs = [
+        json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("pruned", "ours")
+    ]
+    assert configs[0]["rank_pattern"] == configs[1]["rank_pattern"]
+    second, third = (
+        load_file(tmp_path / d / "adapter_model.safetensors") for d in ("theirs", "ours")
+    )
+    for key, tensor in second.items():
+        assert (third[key] - tensor).abs().max() < 1e-4 if tensor.numel() else True, key
 
 
 def test_a_schedule_without_steps_is_the_jobs(tmp_path: Path) -> None:
@@ -129,22 +143,22 @@ def test_a_schedule_without_steps_is_the_jobs(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     data = [Example(s, s) for s in prompts((9, 12))]
     recipe = {name: value for name, value in DICT.items() if name != "total_step"}
-    named, open_ = compiler.compile(base), compiler.compile(base)
+    named, open_ = compiled.executor(base), compiled.executor(base)
     named.finetune(data, "a", peft=DICT, max_steps=12, **OPTIONS)
     options = {**OPTIONS, "max_steps": 12, "checkpoint_dir": tmp_path, "save_every": 4}
     open_.finetune(data, "a", peft=recipe, **options)
     assert_same(named.adapters["a"], open_.adapters["a"])
     assert open_.adapters["a"].recipe.total_step == 12
-    again = compiler.compile(base)
+    again = compiled.executor(base)
     assert again.finetune(data, "a", peft=recipe, **options).resumed_from == 12
     assert_same(named.adapters["a"], again.adapters["a"])
     with pytest.raises(FinetuneError, match=r"beta1=0\.85 and peft= 0\.5"):
-        compiler.compile(base).finetune(data, "a", peft={**recipe, "beta1": 0.5}, **options)
+        compiled.executor(base).finetune(data, "a", peft={**recipe, "beta1": 0.5}, **options)
 
 
 def test_a_fresh_adapter_is_as_in_peft(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     for init in (True, False):
         fields = {**DICT, "init_lora_weights": init, "init_r": 40}
         adapter = executor.add_adapter(str(init), fields)

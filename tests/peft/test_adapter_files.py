@@ -114,7 +114,7 @@ def test_truncated_weights(saved: Path, keep: int) -> None:
         ({"r": 4}, "", {}, AdapterError, "rank 2 .* gives it rank 4"),
         ({"target_modules": ["q"]}, "", {}, AdapterError, "a.v, which .* does not target"),
         ({}, "", {"a.q.lora_magnitude_vector": torch.zeros(6)}, AdapterError, "and DoRA, and"),
-        ({}, "", {"a.wte.lora_embedding_A": torch.zeros(2, 6)}, UnsupportedError, "an embedding"),
+        ({}, "", {"a.wte.lora_embedding_A": torch.zeros(2, 6)}, AdapterError, "does not target"),
         ({}, "", {"a.embed_tokens.weight": torch.zeros(2, 6)}, UnsupportedError, "vocabulary"),
         ({}, "", {"a.norm.weight": torch.zeros(2)}, AdapterError, "no LoRA weight"),
         ({}, "", {"a.q.bias": torch.zeros(6)}, AdapterError, 'bias="none"'),
@@ -146,7 +146,7 @@ def test_biases_of_old_peft(saved: Path) -> None:
     """Before base_layer, peft stored the bias of an adapted module under its own name."""
     edit(saved, bias="lora_only")
     change(saved, **{"a.q.bias": torch.ones(6)})
-    assert read_adapter(saved, "x").biases.keys() == {"a.q"}
+    assert read_adapter(saved, "x").replaced.keys() == {"a.q.bias"}
 
 
 def test_another_base(saved: Path) -> None:

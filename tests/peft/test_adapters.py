@@ -138,7 +138,7 @@ def test_peft_reads_what_we_write_of_what_it_wrote(feature: str, tmp_path: Path)
     again = read_adapter(tmp_path / "ours", "mine")
     assert (again.recipe, again.extra) == (adapter.recipe, adapter.extra)
     assert {p: w.scale for p, w in again.weights.items()} == scaling
-    assert again.biases.keys() == adapter.biases.keys()
+    assert again.replaced.keys() == adapter.replaced.keys()
 
 
 @pytest.mark.parametrize(

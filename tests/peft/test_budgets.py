@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg.explain import explain as explaining
 from pcg.peft.registry import SHORTHANDS, recipe_from
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.prompts import prompts
@@ -54,7 +53,7 @@ def test_what_is_kept_is_predicted(family: str, method: str, budget: float) -> N
     seq = SEQ + recipe.prompt_tokens  # which go through the layers, too
     options: dict[str, Any] = {"memory_budget": budget, "batch": BATCH, "seq": seq}
     base = oracle.random_model(config, torch.bfloat16)
-    executor = compiler.compile(base, {"a": METHODS[method]}, **options)
-    report = explaining.explain(config, METHODS[method], dtype="bfloat16", **options)
+    executor = compiled.executor(base, {"a": METHODS[method]}, is_own=True, **options)
+    report = explaining.explain(base.config.to_dict(), METHODS[method], dtype="bfloat16", **options)
     (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
     assert stage.bytes == measured(executor)

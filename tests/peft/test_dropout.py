@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.kernels.torch import ops as torch_ops
 from pcg.kernels.triton import elementwise as kernels
 from pcg.passes.attach import attach
@@ -19,7 +18,7 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.training.runner import TrainingRunner
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
@@ -60,7 +59,7 @@ def pair(
     fields = {**METHODS[method], "target_modules": CASES[name]}
     if method != "vera":
         fields["lora_dropout"] = p
-    executor = compiler.compile(base, dtype=dtype, memory_budget=budget, backend=backend)
+    executor = compiled.executor(base, dtype=dtype, memory_budget=budget, backend=backend)
     kind = peft.VeraConfig if method == "vera" else peft.LoraConfig
     config = kind(**{k: v for k, v in fields.items() if k != "peft_type"})
     with warnings.catch_warnings():
@@ -236,7 +235,7 @@ def test_all_is_dropped_at_one() -> None:
 
 def test_half_precision_is_dropped_in_the_adapters_dtype() -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2), torch.bfloat16)
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     executor.add_adapter("a", {**LORA, "target_modules": ["q_proj"]})
     runner = executor.training_runner("a")
     (node,) = (n for n in runner.training.model.blocks[0].nodes if n.op == "dropout")

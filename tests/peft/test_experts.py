@@ -18,6 +18,7 @@ from pcg.errors import AdapterError
 from pcg.peft.adapter_files import PREFIX, WEIGHTS, read_adapter, write_adapter
 from pcg.peft.lora import LoraConfig
 from tests.support import compiled, oracle
+from tests.support.architectures import default_config
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
 
@@ -106,6 +107,13 @@ def test_a_fresh_adapter_adapts_what_pefts_does(name: str) -> None:
 def test_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         pcg.explain(BY_NAME["qwen3_moe"].config(2), LoraConfig(**{"target_modules": (), **fields}))
+
+
+def test_experts_in_one_matrix_are_refused() -> None:
+    """peft's product is of DBRX's whole matrix [experts · out, in], with an A for all experts."""
+    recipe = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.w1"])
+    with pytest.raises(AdapterError, match=r"'mlp.w1'.* each with a dim of the experts.*router"):
+        pcg.explain(default_config("dbrx", 1), recipe)
 
 
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ COMPLETE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], type[PcgError], str]] = [
     *((kind, {"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save")
-      for kind in COMPLETE if kind not in ("BITFIT", "BOTTLENECK")),
+      for kind in COMPLETE if kind not in ("LORA", "BITFIT", "BOTTLENECK")),
+    ("LORA", {"modules_to_save": "lm_head"}, AdapterError, "modules_to_save='lm_head'"),
     *((kind, {"r": 8}, UnsupportedError, "r=8, a field it does not know")
       for kind in ("IA3", "PROMPT_TUNING", "BITFIT", "BOTTLENECK")),
     *((kind, {"num_virtual_tokens": None}, AdapterError, "num_virtual_tokens=None")
@@ -69,7 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[PcgError], str]] = [
     ("IA3", {"init_ia3_weights": 1}, AdapterError, "init_ia3_weights=1"),
     ("PROMPT_TUNING", {"num_virtual_tokens": 0}, AdapterError, "num_virtual_tokens=0"),
     ("PROMPT_TUNING", {"prompt_tuning_init": "ZERO"}, AdapterError, "prompt_tuning_init='ZERO'"),
-    ("PROMPT_TUNING", {"task_type": "SEQ_CLS"}, UnsupportedError, "SEQ_CLS"),
+    ("PROMPT_TUNING", {"task_type": "TOKEN_CLS"}, UnsupportedError, "TOKEN_CLS"),
     ("PREFIX_TUNING", {"num_layers": 0}, AdapterError, "num_layers=0"),
     ("PREFIX_TUNING", {"init_weights": "ones"}, AdapterError, "init_weights='ones'"),
     ("PREFIX_TUNING", {"prefix_projection": 1}, AdapterError, "prefix_projection=1"),

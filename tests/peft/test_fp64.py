@@ -26,7 +26,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.ir.program.program import ModelGraph
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
@@ -34,6 +33,7 @@ from pcg.runtime.memory.kv_cache import KvCache, kv_types
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.training.runner import TrainingPass, TrainingRunner, training_runner
 from pcg.runtime.training.work_units import Part
+from tests.support import compiled as programs
 from tests.support import oracle
 from tests.support.biases import biases
 from tests.support.bottlenecks import FIELDS as BOTTLENECK
@@ -109,7 +109,7 @@ def compiled(family: str, budget: float) -> tuple[Any, Executor]:
     """A base in fp64, and an executor of it."""
     config = BY_NAME[family].config(LAYERS, **FAMILIES[family])
     base = oracle.random_model(config, torch.float64)
-    return base, compiler.compile(base, dtype="float64", memory_budget=budget)
+    return base, programs.executor(base, memory_budget=budget)
 
 
 def with_peft(family: str, method: str, base: Any, executor: Executor) -> tuple[Any, Any]:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import pcg.compiler as compiler
 from pcg.errors import FinetuneError
 from pcg.runtime.data.example import Example
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.adalora import DICT as ADALORA
 from tests.support.adalora import OPTIONS as ADALORA_OPTIONS
 from tests.support.families import BY_NAME
@@ -47,7 +46,7 @@ def test_finetuning_follows_peft_step_by_step(name: str, family: str, tmp_path: 
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(VIRTUAL[name])).eval()
     wrapped.save_pretrained(tmp_path / "p")
-    executor = compiler.compile(base, {"p": str(tmp_path / "p")})
+    executor = compiled.executor(base, {"p": str(tmp_path / "p")})
     give_encoder(executor, "p", wrapped)
     sequences = prompts((8, 5))
     # Of AdamW's, the first steps move by the gradient's sign, which rounding decides near zero.
@@ -104,10 +103,10 @@ def test_a_resumed_job_ends_with_the_same_bits(
 ) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     options = {**OPTIONS, **options}
-    whole, parts = compiler.compile(base), compiler.compile(base)
+    whole = compiled.executor(base)
     result = whole.finetune(DATA, "a", peft=recipe, max_steps=stops[-1], **options)
     for steps in stops:
-        parts = compiler.compile(base)
+        parts = compiled.executor(base)
         last = parts.finetune(
             DATA, "a", peft=recipe, max_steps=steps, checkpoint_dir=tmp_path, **options
         )
@@ -129,11 +128,11 @@ def test_a_checkpoint_of_another_encoder(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     data = [Example(s, s) for s in prompts((9,))]
     options = {**OPTIONS, "checkpoint_dir": tmp_path, "max_steps": 1}
-    compiler.compile(base).finetune(data, "p", peft=MLP, **options)
+    compiled.executor(base).finetune(data, "p", peft=MLP, **options)
     other = dataclasses.replace(MLP, encoder_hidden_size=8)
     with pytest.raises(FinetuneError, match=r"the encoder MLP with 40 features .* with 8 features"):
-        compiler.compile(base).finetune(data, "p", peft=other, **options)
+        compiled.executor(base).finetune(data, "p", peft=other, **options)
     (checkpoint,) = tmp_path.glob("step-*")
     (checkpoint / "encoder.safetensors").unlink()
     with pytest.raises(FinetuneError, match=r"encoder\.safetensors cannot be read"):
-        compiler.compile(base).finetune(data, "p", peft=MLP, **options)
+        compiled.executor(base).finetune(data, "p", peft=MLP, **options)

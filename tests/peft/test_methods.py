@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import pcg
-import pcg.compiler as compiler
 from pcg.errors import AdapterError
+from pcg.ir.program.program import token_embedding
 from pcg.keywords import field_docs
 from pcg.peft.adapter_files import read_adapter
 from pcg.peft.ia3 import IA3Config
@@ -24,9 +25,10 @@ from pcg.peft.lora import LoraConfig
 from pcg.peft.recipe import Recipe
 from pcg.peft.registry import RECIPES, SHORTHANDS, recipe_fields, recipe_of_fields
 from pcg.runtime.data.example import Example
-from tests.support import oracle
+from tests.support import compiled, oracle
+from tests.support.families import BY_NAME
 from tests.support.parameters import mostly_slow
-from tests.support.peft_cases import CONFIGS, Models, check_gradients
+from tests.support.peft_cases import CONFIGS, Models, check_batch, check_gradients, wrap
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
 
 EACH = [(family, name) for family, configs in CONFIGS.items() for name in configs]
@@ -70,10 +72,39 @@ def test_greedy_tokens_of_all_methods_in_one_batch(
         assert list(completion.token_ids) == oracle.greedy(case.model(name), sequence, 10), name
 
 
+def test_a_scaled_embedding_and_norms_with_an_offset_and_of_heads(tmp_path: Path) -> None:
+    base = oracle.random_model(BY_NAME["gemma3"].config(1))
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    configs = {
+        "lora": peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["norm"]),
+        "whole": peft.LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["embed_tokens"]),
+    }
+    wrapped = {name: wrap(base, config) for name, config in configs.items()}
+    for name, model in wrapped.items():
+        model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+    executor = compiled.executor(base, {name: str(tmp_path / name) for name in wrapped})
+    embedding = token_embedding(executor.program.base.prologue)
+    assert embedding is not None
+    assert embedding.get("padding") == base.config.pad_token_id
+    check_batch(executor, {None: base, **wrapped}, "lora")
+
+
+def test_a_module_to_save_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+    """Such an adapter would refuse every later program, in which its recipe is attached, too."""
+    base = oracle.random_model(BY_NAME["llama3"].config(1))
+    recipe = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["pooler"])
+    wrap(base, recipe).save_pretrained(tmp_path, save_embedding_layers=False)
+    executor = compiled.executor(base, {"a": LoraConfig(r=2, target_modules=["q_proj"])})
+    for path_or_config in (recipe, tmp_path):
+        with pytest.raises(AdapterError, match="modules_to_save has 'pooler'"):
+            executor.add_adapter("b", path_or_config)
+    executor.add_adapter("c", LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+
+
 @pytest.mark.parametrize(("family", "name"), FEW)
 def test_each_alone(models: Mapping[str, Models], family: str, name: str) -> None:
     case = models[family]
-    executor = compiler.compile(case.base, {name: str(case.saved / name)})
+    executor = compiled.executor(case.base, {name: str(case.saved / name)})
     sequences = prompts((9, 4))
     for logits, sequence in zip(executor.logits(sequences, name), sequences, strict=True):
         expected = oracle.logits(case.model(name), sequence)
@@ -116,7 +147,7 @@ def test_a_new_adapter_changes_nothing_and_learns(
     models: Mapping[str, Models], family: str, name: str, tmp_path: Path
 ) -> None:
     case = models[family]
-    executor = compiler.compile(case.base)
+    executor = compiled.executor(case.base)
     config = CONFIGS[family][name]
     executor.add_adapter("new", config)
     (sequence,) = prompts((9,))

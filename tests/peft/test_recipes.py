@@ -34,7 +34,6 @@ def test_recipes_from_everything() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [0]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"megatron_config": {"a": 1}}, "megatron_config"),
@@ -52,7 +51,7 @@ def test_recipes_from_everything() -> None:
         ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3", "r": 8}, "r=8, a field it does not know"),
         ({"peft_type": "OFT"}, "peft_type=OFT"),
-        ({"task_type": "SEQ_CLS"}, "task_type=SEQ_CLS"),
+        ({"task_type": "TOKEN_CLS"}, "task_type=TOKEN_CLS"),
     ],
 )
 def test_features_refused_by_name(fields: dict[str, Any], name: str) -> None:

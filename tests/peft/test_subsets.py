@@ -32,7 +32,7 @@ from pcg.runtime.requests.step import Load
 from pcg.runtime.training.bound_training import BoundTraining
 from pcg.runtime.training.runner import TrainingPass, pass_through, training_runner
 from pcg.runtime.training.work_units import Forward, Part, Phase
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.parameters import mostly_slow
@@ -81,7 +81,7 @@ def executor_of(base: Any, case: str, directory: Path, **options: Any) -> tuple[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped.save_pretrained(directory)
-    return compiler.compile(base, {"a": str(directory)}, **options), wrapped
+    return compiled.executor(base, {"a": str(directory)}, is_own=True, **options), wrapped
 
 
 def backward_layers(training: Training) -> list[int]:

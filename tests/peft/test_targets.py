@@ -1,4 +1,4 @@
-"""Targets that are embeddings, which peft adapts with LoRA, are refused by name."""
+"""Targets that are embeddings are refused by name, except those of LoRA on tokens' embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import peft
 import pytest
 
 import pcg.compiler as compiler
-from pcg.errors import AdapterError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.explain.explain import explain
 from pcg.ir.module_paths import matches_end
 from pcg.passes.pipeline import Settings, pipeline
@@ -23,7 +23,11 @@ from tests.support.families import BY_NAME
 from tests.support.models import folded
 from tests.support.small_job import DATA, make_model
 
-METHODS = [name for name, each in RECIPES.items() if issubclass(each, TargetedRecipe)]
+METHODS = [
+    name
+    for name, each in RECIPES.items()
+    if issubclass(each, TargetedRecipe) and not each.adapts_embeddings
+]
 REGEX = r".*(q_proj|embed_tokens)"
 BOTH = [REGEX, ["q_proj", "embed_tokens"], r"model\.(layers\..*_proj|embed_tokens)"]
 REFUSED = "includes model.embed_tokens, an embedding"
@@ -41,13 +45,11 @@ def test_an_embedding_is_refused_by_name(method: str) -> None:
 @pytest.mark.parametrize(
     ("family", "targets", "refused"),
     [
-        ("gpt2", r".*(c_attn|wte)", "transformer.wte, an embedding"),
         ("gpt2", r".*(c_attn|wpe)", "transformer.wpe, an embedding"),
         ("opt", r".*(q_proj|embed_positions)", "model.decoder.embed_positions, an embedding"),
-        ("llama3.2", r".*(lm_head|embed_tokens)", "model.embed_tokens, an embedding"),  # tied
     ],
 )
-def test_every_embedding_of_a_family(family: str, targets: str, refused: str) -> None:
+def test_embeddings_of_positions(family: str, targets: str, refused: str) -> None:
     recipe = recipe_from({"peft_type": "LORA", "target_modules": targets})
     with pytest.raises(AdapterError, match=refused):
         recipe.bypasses_in(folded(family), family)
@@ -76,17 +78,17 @@ def executor() -> Executor:
 
 
 def test_wherever_a_recipe_is_given(executor: Executor) -> None:
-    config = peft.LoraConfig(target_modules=REGEX)
+    config = peft.LoraConfig(target_modules=REGEX, use_dora=True)
     adapted = peft.get_peft_model(make_model(), config).base_model.model.model.embed_tokens
     assert isinstance(adapted, peft.tuners.lora.Embedding)  # so leaving it out is no option
-    with pytest.raises(AdapterError, match=REFUSED):
+    with pytest.raises(UnsupportedError, match=REFUSED):
         compiler.compile(make_model(), config)
-    with pytest.raises(AdapterError, match=REFUSED):
+    with pytest.raises(UnsupportedError, match=REFUSED):
         explain(BY_NAME["llama2"].config(2), peft=config, batch=1, seq=8)
-    with pytest.raises(AdapterError, match=REFUSED):
+    with pytest.raises(UnsupportedError, match=REFUSED):
         executor.add_adapter("new", config)
     for name in ("new", "there"):
-        with pytest.raises(AdapterError, match=REFUSED):
+        with pytest.raises(UnsupportedError, match=REFUSED):
             executor.finetune(DATA, name, peft=config, max_steps=1)
     assert list(executor.adapters) == ["there"]
 

@@ -17,7 +17,7 @@ import pcg.compiler as compiler
 from pcg.errors import DataError, GenerationError, UnsupportedError
 from pcg.ir.program.folder import save_program
 from pcg.runtime.data.example import IGNORED, Example
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, check_batch, wrap
 from tests.support.prompts import TOLERANCE, prompts
@@ -44,7 +44,7 @@ def pair(kind: str, family: str, directory: Path, layers: int = 2) -> tuple[Any,
     for name, model in models.items():
         model.save_pretrained(directory / name)
     paths = {"p": str(directory / kind)}
-    return base, models, compiler.compile(base, paths)
+    return base, models, compiled.executor(base, paths)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_virtual_tokens_take_positions(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("init", ["SAMPLE_VOCAB", "TEXT"])
 def test_other_beginnings_are_read_and_not_made(init: str, tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     with pytest.raises(UnsupportedError, match=f"prompt_tuning_init='{init}'"):
         executor.add_adapter("new", {**PROMPT, "prompt_tuning_init": init})
     wrapped = wrap(base, peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL))
@@ -155,7 +155,7 @@ def test_other_beginnings_are_read_and_not_made(init: str, tmp_path: Path) -> No
 def test_a_fresh_prefix_is_read_by_peft(init: str | None, tmp_path: Path) -> None:
     """Grouped key heads, and a head size that the configuration names."""
     base = oracle.random_model(BY_NAME["qwen3"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     adapter = executor.add_adapter("p", {**PREFIX, "init_weights": init})
     assert any(tensor.any() for tensor in adapter.tensors) == (init is None)
     (sequence,) = prompts((6,))
@@ -181,7 +181,7 @@ ENCODERS = {
 def test_a_fresh_encoder_is_as_in_peft(name: str) -> None:
     """Its parameters are named, shaped and spread alike."""
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    ours = compiler.compile(base).add_adapter("p", ENCODERS[name])
+    ours = compiled.executor(base).add_adapter("p", ENCODERS[name])
     wrapped = peft.get_peft_model(base, copy.deepcopy(ENCODERS[name]))
     theirs = dict(wrapped.prompt_encoder["default"].state_dict())
     shapes = {key: value.shape for key, value in theirs.items()}
@@ -192,7 +192,7 @@ def test_a_fresh_encoder_is_as_in_peft(name: str) -> None:
 
 
 def test_a_zero_projection_begins_as_the_base_with_empty_keys() -> None:
-    executor = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)))
+    executor = compiled.executor(oracle.random_model(BY_NAME["llama3"].config(2)))
     fields = {**PREFIX, "prefix_projection": True, "init_weights": "zero"}
     adapter = executor.add_adapter("p", fields)
     assert not any(tensor.any() for w in adapter.weights.values() for tensor in w.tensors)
@@ -207,7 +207,7 @@ def test_dropout_of_encoders(tmp_path: Path) -> None:
         config = dataclasses.replace(ENCODERS["mlp"], encoder_dropout=0.9)
     (sequence,) = prompts((6,))
     losses = []
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     for name, one in (("with", config), ("without", ENCODERS["mlp"])):
         executor.add_adapter(name, one)
         runner = executor.training_runner(name)

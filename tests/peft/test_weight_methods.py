@@ -11,7 +11,6 @@ import peft
 import pytest
 import torch
 
-import pcg.compiler as compiler
 from pcg.errors import AdapterError, PcgError, UnsupportedError
 from pcg.ir.analysis.verifier import verify
 from pcg.ir.parser import parse_graph
@@ -24,7 +23,7 @@ from pcg.peft.loha import LohaBypass
 from pcg.peft.lora import LoraBypass, LoraConfig, LoraWeights
 from pcg.peft.vera import VeraBypass
 from pcg.runtime.data.example import Example
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.bypasses import lora
 from tests.support.families import BY_NAME
 from tests.support.mlp import inner_plan, mlp_model
@@ -163,7 +162,7 @@ def check_beside_lora(base: Any, fields: Any, directory: Path, **options: Any) -
     for name, model in wrapped.items():
         oracle.save(model, directory / name)
     paths = {name: str(directory / name) for name in wrapped}
-    executor = compiler.compile(base, paths, **options)
+    executor = compiled.executor(base, paths, **options)
     check_batch(executor, {**wrapped, None: base}, "loha")
 
 
@@ -172,7 +171,7 @@ def test_gpt2_which_peft_does_not_adapt_by_loha() -> None:
     base = oracle.random_model(BY_NAME["gpt2"].config(2))
     with pytest.raises(TypeError, match="Conv1D"):
         peft.get_peft_model(copy.deepcopy(base), peft.LoHaConfig(target_modules=["c_attn"]))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     fields = {**LOHA, "target_modules": ["c_attn"], "init_weights": False}
     loha = executor.add_adapter("loha", fields)
     plain = {"peft_type": "LORA", "r": 9, "lora_alpha": 9, "target_modules": ["c_attn"]}
@@ -193,7 +192,7 @@ def test_dropout_of_loha_is_kept_in_files_and_refused_in_training(tmp_path: Path
     config = peft.LoHaConfig(r=3, **Q_DOWN, rank_dropout=0.25, module_dropout=0.5)
     wrapped = wrap(base, config)
     oracle.save(wrapped, tmp_path / "theirs")
-    executor = compiler.compile(base, {"a": str(tmp_path / "theirs")})
+    executor = compiled.executor(base, {"a": str(tmp_path / "theirs")})
     (sequence,) = prompts((9,))
     expected = oracle.logits(wrapped, sequence)
     assert oracle.relative_error(executor.logits([sequence], "a")[0], expected) < 1e-5
@@ -222,7 +221,7 @@ def alike(ours: torch.Tensor, theirs: torch.Tensor, spread: float, most: float =
 @pytest.mark.parametrize("init", [True, False])
 def test_fresh_adapters_are_as_in_peft(init: bool) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     fields: dict[str, Any] = {"r": 16, "init_weights": init, **Q_DOWN}
     loha = executor.add_adapter("loha", {"peft_type": "LOHA", **fields})
     theirs = trained(peft.get_peft_model(copy.deepcopy(base), peft.LoHaConfig(**fields)))
@@ -248,7 +247,7 @@ def test_fresh_adapters_are_as_in_peft(init: bool) -> None:
 def test_magnitudes_of_dora_begin_as_the_lengths(init: bool) -> None:
     base = oracle.random_model(BY_NAME["gpt2"].config(2))
     fields = {**DORA, "target_modules": ["c_attn"], "init_lora_weights": init}
-    adapter = compiler.compile(base).add_adapter("a", fields)
+    adapter = compiled.executor(base).add_adapter("a", fields)
     for path, weights in adapter.weights.items():
         assert isinstance(weights, LoraWeights)
         weight = base.get_submodule(path).weight.data.t()
@@ -266,7 +265,7 @@ def test_the_factor_of_dora_is_made_once_until_the_adapter_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     executor.add_adapter("lora", {**DORA, "use_dora": False})
     kinds = {node.op for block in executor.serving.runner.model.blocks for node in block.nodes}
     assert "scale" not in kinds  # LoRA alone is served as before
@@ -297,7 +296,7 @@ def test_the_factor_of_dora_is_made_once_until_the_adapter_changes(
 
 def test_half_precision_scales_in_fp32() -> None:
     base = oracle.random_model(BY_NAME["llama3"].config(2), torch.bfloat16)
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     config = {k: v for k, v in DORA.items() if k != "peft_type"}
     models = {"dora": wrap(base, peft.LoraConfig(**config)), "ia3": wrap(base, peft.IA3Config())}
     dora = executor.add_adapter("dora", DORA)
@@ -336,7 +335,7 @@ def test_paths_for_all_linear_that_peft_cannot_read_itself(tmp_path: Path) -> No
     oracle.save(wrapped, tmp_path / "theirs")
     with pytest.raises(ValueError, match="should be a subset"):
         oracle.load_saved(base, tmp_path / "theirs")
-    executor = compiler.compile(base, {"a": str(tmp_path / "theirs")})
+    executor = compiled.executor(base, {"a": str(tmp_path / "theirs")})
     executor.save_adapter("a", tmp_path / "ours")
     (sequence,) = prompts((9,))
     expected = oracle.logits(wrapped, sequence)

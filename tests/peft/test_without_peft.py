@@ -17,7 +17,7 @@ from pcg.errors import AdapterError
 from pcg.peft.registry import recipe_from
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.biases import biases
 from tests.support.bottlenecks import FIELDS, RECIPES, hooked, state
 from tests.support.families import BY_NAME, FAMILIES
@@ -72,10 +72,11 @@ def with_bottlenecks(base: Any, executor: Executor) -> dict[str, tuple[Any, dict
 )
 def test_mixed_logits_tokens_and_gradients(made: Any, family: str) -> None:
     base = oracle.random_model(BY_NAME[family].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     models = made(base, executor)
     executor.add_adapter("lora", {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"})
-    executor.add_adapter("ia3", {"peft_type": "IA3"})
+    ia3 = {"peft_type": "IA3", "target_modules": "all-linear", "feedforward_modules": []}
+    executor.add_adapter("ia3", ia3)
     names: list[str | None] = [None, *models, "lora", "ia3", *models]
 
     def model_of(name: str | None) -> Any:
@@ -108,7 +109,7 @@ def test_mixed_logits_tokens_and_gradients(made: Any, family: str) -> None:
 def test_biases_of_one_sum_have_gradients_of_their_own() -> None:
     """Attention's and the MLP's are added to one sum; batches add to each, and clipping scales."""
     base = oracle.random_model(BY_NAME["gpt_neox"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     with_biases(base, executor)
     runner = executor.training_runner("bitfit")
     examples = [Example(s, s) for s in prompts((9, 4))]
@@ -127,7 +128,7 @@ def test_biases_of_one_sum_have_gradients_of_their_own() -> None:
 
 def test_files_and_finetuning_of_biases(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["gpt2"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     data = [Example(s, s) for s in prompts((9, 7))]
     options = {"max_steps": 4, "learning_rate": 0.02, "progress": False}
     result = executor.finetune(data, "a", peft=BITFIT, **options)
@@ -140,22 +141,23 @@ def test_files_and_finetuning_of_biases(tmp_path: Path) -> None:
     tuned = copy.deepcopy(base)
     own = {key.removeprefix("base_model.model."): t for key, t in tensors.items()}
     tuned.load_state_dict(own, strict=False)
-    other = compiler.compile(base, {"b": str(tmp_path)})
+    other = compiled.executor(base, {"b": str(tmp_path)}, is_own=True)
     found = other.logits([data[0].ids], "b")[0]
     assert oracle.relative_error(found, oracle.logits(tuned, data[0].ids)) < TOLERANCE
-    without = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(2)))
+    without = compiled.executor(oracle.random_model(BY_NAME["llama3"].config(2)))
     with pytest.raises(AdapterError, match="has no biases; use LoRA"):
         without.add_adapter("a", BITFIT)
 
 
 def test_files_and_finetuning_of_bottlenecks(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["gpt2"].config(2))
-    executor = compiler.compile(base)
+    executor = compiled.executor(base)
     models = with_bottlenecks(base, executor)
     (sequence,) = prompts((9,))
     for name in models:
         executor.save_adapter(name, tmp_path / name)
-    other = compiler.compile(base, {name: str(tmp_path / name) for name in models})
+    saved = {name: str(tmp_path / name) for name in models}
+    other = compiled.executor(base, saved, is_own=True)
     for name, (model, _) in models.items():
         found = other.logits([sequence], name)[0]
         assert oracle.relative_error(found, oracle.logits(model, sequence)) < TOLERANCE

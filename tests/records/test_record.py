@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- tensorboard and wandb
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "wandb"])
 def test_a_library_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -240,8 +240,8 @@ def test_a_library_that_is_missing_is_named(
 
 
 def test_what_is_no_sink_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="report_to='mlflow'; use some of tensorboard, wandb"):
-        RunRecord(tmp_path, report_to=("mlflow",))
+    with pytest.raises(RecordError, match="report_to='comet'; use some of mlflow, tensorboard"):
+        RunRecord(tmp_path, report_to=("comet",))
     with pytest.raises(FinetuneError, match=r"report_to=.* has no effect without record"):
         FinetuneOptions(report_to=("wandb",))
 
@@ -287,8 +287,28 @@ def test_a_run_that_goes_on_is_one_of_weights_and_biases(
     ]  # fmt: skip
 
 
-def interrupted_run(folder: Path) -> None:
-    with RunRecord(folder, {"a": 1}, report_to=("wandb",)) as record:
+def test_a_run_that_goes_on_is_one_of_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # without a database
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_run(tmp_path / "run", "mlflow")
+    client = tracking.MlflowClient()
+    experiment = client.get_experiment_by_name("pcg").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert run.info.status == "FAILED"
+    with RunRecord(tmp_path / "run", {"a": 1}, done=1, report_to=("mlflow",)) as record:
+        record.log(2, loss=1.0)
+    (run,) = client.search_runs([experiment])
+    assert (run.info.status, run.data.params) == ("FINISHED", {"a": "1"})
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 2.0), (2, 1.0)]
+
+
+def interrupted_run(folder: Path, library: str = "wandb") -> None:
+    with RunRecord(folder, {"a": 1}, report_to=(library,)) as record:
         record.log(1, loss=2.0)
         raise KeyboardInterrupt
 

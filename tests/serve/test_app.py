@@ -61,6 +61,14 @@ def test_no_reply_sends_a_client_elsewhere(service):
         assert ask(service, "GET", path, headers=headers).status_code == 404
 
 
+def test_a_context_longer_than_the_model_is_refused():
+    with (
+        pytest.raises(ServeError, match=r"the model has .* positions; use at most"),
+        serving.service_of(max_model_len=10**6),
+    ):
+        pass
+
+
 def test_a_route_without_a_scope_is_refused():
     router = APIRouter()
     router.get("/open")(lambda: None)

@@ -15,10 +15,10 @@ from threading import Event, Thread
 import httpx2
 import pytest
 
-from pcg.errors import PcgError, ServeError
+from pcg.errors import GenerationError, PcgError, ServeError
 from pcg.keys import digest_of
 from pcg.runtime.admission.fair_share import FairShare
-from pcg.runtime.admission.policies import EarlyAbort
+from pcg.runtime.admission.policies import EarlyAbort, Fcfs
 from pcg.serve import server
 from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
@@ -272,6 +272,23 @@ def test_a_policy_is_chosen_by_its_name():
     assert isinstance(ServeOptions(policy="early-abort").engine(2).policy, EarlyAbort)
     with pytest.raises(ServeError, match="tenant_seqs=2 needs policy='fair-share'"):
         ServeOptions(policy="fcfs", tenant_seqs=2)
+
+
+def test_a_policy_may_be_a_class_of_a_user(tmp_path, monkeypatch):
+    (tmp_path / "newest.py").write_text(
+        "from pcg.runtime.admission.policies import Fcfs\nclass Newest(Fcfs): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = ServeOptions(policy="newest:Newest").engine(1).policy
+    assert (type(policy).__name__, isinstance(policy, Fcfs)) == ("Newest", True)
+    for name, message in {
+        "last": "policy='last'; use fair-share, fcfs, .* or MODULE:CLASS",
+        "newest:Fcsf": "has no attribute 'Fcsf'",
+        "newest:__name__": "of a subclass of pcg.runtime.admission.policy.Policy",
+        "oldest:Oldest": "No module named 'oldest'; add the module's folder to PYTHONPATH",
+    }.items():
+        with pytest.raises(GenerationError, match=message):
+            ServeOptions(policy=name)
 
 
 @pytest.mark.parametrize("restarts", [True, False])

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import pcg
-import pcg.compiler as compiler
 from pcg.errors import AdapterError, FinetuneInterrupted, UnsupportedError
 from pcg.peft.registry import SHORTHANDS
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.split.client.connect import SplitExecutor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.split_base import running_base
@@ -42,7 +41,7 @@ class Pair:
 @pytest.fixture(scope="module", params=["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def pair(request):
     model = oracle.random_model(BY_NAME[request.param].config(2))
-    whole = compiler.compile(model, verify=False)
+    whole = compiled.executor(model)
     with running_base(whole) as base, base.connect() as split:
         yield Pair(whole, split)
 
@@ -80,6 +79,12 @@ def test_every_method_trains_to_the_same_adapter(pair, method):
 def test_starts_that_read_the_base_are_refused_with_the_fix(pair, init):
     peft = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear", "init_lora_weights": init}
     with pytest.raises(UnsupportedError, match="let peft make and save one, and load that"):
+        pair.split.finetune(ROWS, adapter="x", peft=peft, **JOB)
+
+
+def test_a_copy_of_the_bases_head_is_refused_with_the_fix(pair):
+    peft = {"peft_type": "LORA", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    with pytest.raises(UnsupportedError, match=r"has lm_head.weight, .* load a saved adapter"):
         pair.split.finetune(ROWS, adapter="x", peft=peft, **JOB)
 
 

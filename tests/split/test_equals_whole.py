@@ -41,6 +41,9 @@ METHODS = {
     "prefix": pcg.PrefixTuningConfig(num_virtual_tokens=3),
     "loha": pcg.LoHaConfig(r=2),
     "vera": pcg.VeraConfig(r=4),
+    "embedding": pcg.LoraConfig(
+        r=4, target_modules=r".*(wte|word_embeddings|embed_tokens|embed_in)"
+    ),
 }
 JOB = {"max_steps": 2, "batch_size": 2, "learning_rate": 1e-3}
 

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.errors import SplitError
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.torch import host_kernels
@@ -37,7 +36,7 @@ from pcg.split.messages import (
     read_message,
 )
 from pcg.split.zeromq import ZeroMqEndpoint, transport_to
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.live_memory import peak_of
 from tests.support.split_base import KEY, make_base
@@ -461,7 +460,7 @@ def test_weights_of_no_layer_are_bound_once():
 
 
 def test_a_batch_of_a_graph_has_no_more_memory_than_a_request():
-    whole = compiler.compile(oracle.random_model(BY_NAME["llama3"].config(1)), verify=False)
+    whole = compiled.executor(oracle.random_model(BY_NAME["llama3"].config(1)))
     base = make_base(whole, max_piece_mib=1)
     text = unary("silu(%v0)")
     most = 2**20 // found_bytes(text)

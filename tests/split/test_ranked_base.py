@@ -20,7 +20,7 @@ from pcg.split.base.serve_base import RankedBase
 from pcg.split.base.shards import ShardedSource, Shards
 from pcg.split.client.connect import connect
 from pcg.split.messages import Message
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import TOLERANCE, prompts
@@ -55,7 +55,7 @@ def outcome(executor):
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])  # 3 divides none
 def test_what_clients_compute_is_the_same(size):
     model = oracle.random_model(BY_NAME["llama3"].config(2))
-    whole = compiler.compile(model, verify=False)
+    whole = compiled.executor(model)
     expected, alone = outcome(whole), BaseExecutor(whole)
     program = compiler.compile_program(model.config.to_dict(), None, dtype="float32")
     found = []

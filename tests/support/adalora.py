@@ -8,9 +8,8 @@ from typing import Any
 import peft
 import torch
 
-import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CAUSAL, trained, wrap
 
@@ -41,10 +40,12 @@ def pair(directory: Path, **fields: Any) -> tuple[Any, Any, Executor]:
     base = oracle.random_model(BY_NAME["llama3"].config(2))
     wrapped = wrap(base, peft.AdaLoraConfig(**{**FIELDS, **CAUSAL, **fields}))
     oracle.save(wrapped, directory / "start")
-    return base, wrapped, compiler.compile(base, {"a": str(directory / "start")})
+    return base, wrapped, compiled.executor(base, {"a": str(directory / "start")})
 
 
-def train_peft(wrapped: Any, sequences: list[list[int]], steps: int) -> list[float]:
+def train_peft(
+    wrapped: Any, sequences: list[list[int]], steps: int, *, allocates: bool = True
+) -> list[float]:
     """Steps as peft's documentation has them; the data's part of each loss."""
     optimizer = torch.optim.AdamW(trained(wrapped).values(), lr=0.02, eps=1e-3, weight_decay=0.0)
     losses = []
@@ -55,6 +56,7 @@ def train_peft(wrapped: Any, sequences: list[list[int]], steps: int) -> list[flo
         logits = out.logits.detach()[0, :-1]
         losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, 1:])))
         optimizer.step()
-        wrapped.base_model.update_and_allocate(step + 1)
+        if allocates:
+            wrapped.base_model.update_and_allocate(step + 1)
         optimizer.zero_grad()
     return losses

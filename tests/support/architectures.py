@@ -105,8 +105,14 @@ def small_config(kind: str, layers: int, draw: random.Random | None = None) -> d
     return {"model_type": kind, **fields}
 
 
+_TOWER = {
+    "depth": 1, "embed_dim": 32, "hidden_size": 32, "image_size": 28, "intermediate_size": 32,
+    "mlp_ratio": 2, "num_attention_heads": 2, "num_heads": 2, "num_hidden_layers": 1,
+    "num_layers": 1, "out_hidden_size": 64, "patch_size": 14,
+}  # fmt: skip
 _LATENT = (
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite",
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4",
     "kimi_linear", "minicpm3", "sarvam_mla", "youtu",
 )  # fmt: skip
 _OF_KIND: Mapping[str, Mapping[str, Any]] = {
@@ -124,6 +130,15 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note": {
+        "audio_config": {"adapter_out_dim": 64, "num_hidden_layers": 1},
+        "vision_config": {
+            **_TOWER,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 64,
+            "mlp_layer_types": ["dense"],
+        },
+    },
     "dory": {  # its files have attention and MLP as layers of their own
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
         "n_input_layers": 2,
@@ -131,6 +146,7 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "n_recurrent_layers": 4,
         "num_hidden_layers": 8,
     },
+    "emu3": {"vocabulary_map": {"<image>": 3}, "vq_config": {"base_channels": 32}},
     "gemma3n_text": {
         "hidden_size_per_layer_input": 8,
         "intermediate_size": [96] * 4,
@@ -154,6 +170,7 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"attention_chunk_size": 8},  # far beyond any test by default
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "qwen4_exp_text": {
         "indexer_budget": 8,
@@ -162,7 +179,28 @@ _OF_KIND: Mapping[str, Mapping[str, Any]] = {
         "indexer_kv_heads": 1,
         "indexer_n_heads": 2,
     },
+    "xmod": {"default_language": "en_XX"},
     "xlstm": {"num_blocks": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+    },
+    "zamba": {
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+        "mamba_dt_rank": 8,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "adapter_rank": 8,
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+        "hybrid_layer_ids": [1, 3],
+        "mamba_d_state": 24,
+        "mamba_headdim": 16,
+        "num_key_value_heads": 4,
+        "use_shared_attention_adapter": True,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_embds_dim": [16, 48]},
 }
@@ -174,13 +212,6 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Fields without which transformers' own defaults contradict one another."""
-
-
-_TOWER = {
-    "depth": 1, "embed_dim": 32, "hidden_size": 32, "image_size": 28, "intermediate_size": 32,
-    "mlp_ratio": 2, "num_attention_heads": 2, "num_heads": 2, "num_hidden_layers": 1,
-    "num_layers": 1, "out_hidden_size": 64, "patch_size": 14,
-}  # fmt: skip
 
 
 def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
@@ -195,7 +226,8 @@ def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
         own["text_config"] = default_config(made.get_text_config().model_type, layers)
         tower = own.get("vision_config") or {}
         sizes = {name: size for name, size in _TOWER.items() if type(tower.get(name)) is int}
-        return {**own, "vision_config": {**tower, **sizes}, "dtype": "float32"}
+        own["vision_config"] = {**tower, **sizes}
+        return {**own, **_OF_KIND.get(kind, {}), "dtype": "float32"}
     for name in ("per_layer_config", "time_step_limit"):  # of all layers; infinite
         own.pop(name, None)
     count = next((own[name] for name in _LAYERS if own.get(name)), None)

@@ -29,6 +29,7 @@ class Case:
     size: int = 64
     value_size: int = 64
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
@@ -46,6 +47,7 @@ class Case:
         return {
             "scale": 0.9 * self.size**-0.5,
             "window": self.window,
+            "chunk": self.chunk,
             "softcap": self.softcap,
             "alibi": slopes if self.alibi else None,
             "sinks": torch.linspace(-1, 2, self.heads, device=self.device) if self.sinks else None,
@@ -94,12 +96,14 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from([16, 32, 64, 80, 128]))
     group = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    reach = draw(st.sampled_from([0, 0, 1, 7, 33, 100, -9, -32]))
     return Case(
         kv_heads=draw(st.integers(1, 2)),
         group=group,
         size=size,
         value_size=draw(st.sampled_from([size, size, 64])),
-        window=draw(st.sampled_from([0, 0, 1, 7, 33, 100])),
+        window=max(reach, 0),
+        chunk=max(-reach, 0),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
@@ -125,6 +129,8 @@ def reference(
     hidden = j > i
     if window:
         hidden = hidden | (j <= i - window)
+    if options["chunk"]:
+        hidden = hidden | (j // options["chunk"] < i // options["chunk"])
     scores = scores.masked_fill(hidden, float("-inf"))
     if options["sinks"] is not None:
         sinks = options["sinks"].double()[:, None, None].expand(-1, count, 1)

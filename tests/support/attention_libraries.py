@@ -1,14 +1,18 @@
-"""Stand-ins for FlashInfer and flash-attention: their documented signatures, computed by SDPA.
+"""Stand-ins for FlashInfer, flash-attention and flash-linear-attention: documented signatures.
+
+Attention is computed by SDPA, recurrences token by token.
 
 They hold what pcg calls, bind arguments to the libraries' own names and order of parameters, check
 them as the documentation says they have to be, and compute in fp32 on the CPU.
-Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7, and
-flash-attention's hopper/flash_attn_interface.py.
+Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7,
+flash-attention's hopper/flash_attn_interface.py, and fla/ops/{gated_delta_rule,kda,simple_gla} of
+0.5, whose definitions are naive.py.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from inspect import Parameter, Signature
 from types import ModuleType
@@ -192,6 +196,49 @@ def _backward(given: dict[str, Any]) -> Tensor:
     return lse
 
 
+CHUNK_GATED_DELTA_RULE = _signature(
+    "q k v g beta",
+    "scale initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
+    "allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context",
+)
+CHUNK_KDA = _signature(
+    "q k v g beta",
+    "scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
+    "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
+    "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context",
+)
+CHUNK_SIMPLE_GLA = _signature(
+    "q k v",
+    "g g_gamma scale initial_state output_final_state state_v_first cu_seqlens cu_seqlens_cpu",
+)
+
+
+def _recur(signature: Signature, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    given = _bound(signature, args, kwargs)
+    q, k, v, g = (given.pop(name) for name in ("q", "k", "v", "g"))
+    beta, state, scale = given.pop("beta", None), given.pop("initial_state"), given.pop("scale")
+    assert given.pop("output_final_state")
+    assert not any(value is not None for value in given.values()), given
+    n, tokens, heads, size = k.shape
+    assert q.dtype is k.dtype is v.dtype is not torch.float32
+    assert g.dtype is state.dtype is torch.float32
+    assert q.shape == k.shape
+    assert v.shape[:3] == g.shape[:3] == (n, tokens, heads)
+    assert (g.shape[3:] == (size,)) == (signature is CHUNK_KDA)
+    assert (beta is None) == (signature is CHUNK_SIMPLE_GLA)
+    assert state.shape == (n, heads, size, v.shape[-1])
+    outs = []
+    for i in range(tokens):
+        key, value = k[:, i].float().unsqueeze(-1), v[:, i].float().unsqueeze(-2)
+        state = state * g[:, i].exp().reshape(n, heads, -1, 1)
+        if beta is not None:
+            seen = (state * key).sum(-2, keepdim=True)
+            value = (value - seen) * beta[:, i, :, None, None]
+        state = state + key * value
+        outs.append((state * scale * q[:, i].float().unsqueeze(-1)).sum(-2))
+    return torch.stack(outs, 1).to(q.dtype), state
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Have all libraries; returns how often each function was called."""
     calls: dict[str, int] = {}
@@ -220,7 +267,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     third = ModuleType("flash_attn_interface")
     for run in (_flash_attn_forward, _flash_attn_backward):
         vars(third)[run.__name__] = counted(run.__name__, run)
-    for module in (flashinfer, flash_attn, interface, third, ModuleType("flashinfer_jit_cache")):
+    modules = [flashinfer, flash_attn, interface, third, ModuleType("flashinfer_jit_cache")]
+    for name, function, signature in (
+        ("gated_delta_rule", "chunk_gated_delta_rule", CHUNK_GATED_DELTA_RULE),
+        ("kda", "chunk_kda", CHUNK_KDA),
+        ("simple_gla", "chunk_simple_gla", CHUNK_SIMPLE_GLA),
+    ):
+        modules.append(ModuleType(f"fla.ops.{name}"))
+        vars(modules[-1])[function] = counted(function, partial(_recur, signature))
+    for module in (*modules, ModuleType("fla"), ModuleType("fla.ops")):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls

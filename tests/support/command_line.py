@@ -11,6 +11,11 @@ from typer.testing import CliRunner, Result
 from cli.application import app
 
 ROOT = Path(__file__).parents[2]
+SAVED = {
+    *("SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"),
+    *("README.md", "tokenizer.json", "tokenizer_config.json", "record"),
+}
+"""What the folder of a trained adapter holds."""
 
 
 def run(*args: str | Path, **options: Any) -> Result:

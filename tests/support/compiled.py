@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,35 +16,42 @@ from pcg.source import resolve
 _PROGRAMS: dict[str, Program] = {}
 
 
-def program(model: Any, **options: Any) -> Program:
-    """Return the program of a model with some options of `compile_program`, without adapters.
+def program(model: Any, peft: Any = None, **options: Any) -> Program:
+    """Return the program of a model with some options of `compile_program`.
 
     Args:
-        model: a transformers model in memory, a directory that holds one, or a configuration.
+        model: a model of transformers in memory, unmodified and of one dtype; a directory that
+            holds one; or a configuration.
+        peft: adapters that the program is compiled for, by name.
     """
     if isinstance(model, torch.nn.Module):
-        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
-        facts: list[Any] = [model.config.to_dict(), dtypes]
-    else:
-        facts = [dict(model) if isinstance(model, dict) else resolve(model).config]
-    key = json.dumps([facts, options], sort_keys=True, default=str)
+        # Its configuration is traced, which is cached for all options.
+        (dtype,) = {parameter.dtype for parameter in model.parameters()}
+        options = {"dtype": str(dtype).removeprefix("torch."), **options}
+        model = model.config.to_dict()
+    facts = dict(model) if isinstance(model, dict) else resolve(model).config
+    key = json.dumps([facts, peft, options], sort_keys=True, default=str)
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = compiler.compile_program(model, None, **options)
+        _PROGRAMS[key] = compiler.compile_program(model, peft, **options)
     return _PROGRAMS[key]
 
 
-def executor(model: Any, peft: Any = None, *, device: str = "cpu", **options: Any) -> Executor:
+def executor(
+    model: Any, peft: Any = None, *, device: str = "cpu", is_own: bool = False, **options: Any
+) -> Executor:
     """Return a fresh executor, as `pcg.compile` does without comparing logits.
 
     Args:
         model: a transformers model in memory, or a directory that holds one.
         peft: adapters to add, by name.
+        is_own: True for a program that is compiled for the adapters, as `pcg.compile` does; False
+            for one without adapters and training, to which they are added.
         options: those of `compile_program`.
     """
-    made = program(model, **options)
+    made = program(model, peft if is_own else None, **options)
     if isinstance(model, torch.nn.Module):
         weights: Any = StateDictCheckpoint(model.state_dict(keep_vars=True), made.base_prefix)
         return compiler.make_executor(made, weights, peft, None, device)
-    directory = Path(model)
-    weights = Checkpoint.open(resolve(directory, weights=True), made.base_prefix, made.renamings)
-    return compiler.make_executor(made, weights, peft, directory, device)
+    source = resolve(model, weights=True)
+    weights = Checkpoint.open(source, made.base_prefix, made.renamings)
+    return compiler.make_executor(made, weights, peft, source, device)

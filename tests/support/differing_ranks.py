@@ -21,7 +21,8 @@ from pcg.ranks.join import join_group
 from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weights import Checkpoint, RandomWeights, StateDictCheckpoint
+from pcg.runtime.model.random_weights import RandomWeights
+from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
 from pcg.source import resolve
 from tests.support import tiny_llama
 from tests.support.threads import tp_mesh
@@ -61,9 +62,9 @@ class World:
         source = resolve(self.folder / model, weights=True)
         program = self.compiled(**options) if options else self.program
         weights = Checkpoint.open(source, program.base_prefix, program.renamings)
-        directory = self.folder / tokenizer
+        source = dataclasses.replace(source, directory=self.folder / tokenizer)
         mesh = tp_mesh(self.ranks)
-        return compiler.make_executor(program, weights, None, directory, "cpu", mesh)
+        return compiler.make_executor(program, weights, None, source, "cpu", mesh)
 
     def finetune(self, rows: Any = ROWS, adapter: str = "new", **options: Any) -> None:
         data = [Example(ids, ids) for ids in rows] if isinstance(rows, list) else rows

@@ -297,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
             **_TOKENS,
         },
         ("in_proj", "x_proj"),
-        excluded=(*_OUT, "dt_proj"),
+        excluded=_OUT,
     ),
     Family(
         "mamba2",

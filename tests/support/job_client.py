@@ -51,7 +51,7 @@ def begin(client: openai.OpenAI, epochs: int = 2, own: Any = None, **fields: Any
 def ended(client: openai.OpenAI, job: str) -> Any:
     """The job, once it is over."""
     over = ("succeeded", "failed", "cancelled")
-    until(lambda: client.fine_tuning.jobs.retrieve(job).status in over, 120)
+    until(lambda: client.fine_tuning.jobs.retrieve(job).status in over, 120, 0.05)
     return client.fine_tuning.jobs.retrieve(job)
 
 

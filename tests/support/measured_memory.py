@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import pcg.compiler as compiler
 from pcg.errors import PcgError
 from pcg.explain import explain as explaining
 from pcg.peft.bitfit import BitFitConfig
@@ -21,11 +20,9 @@ from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.merged_execution import run_single
 from pcg.runtime.training.runner import TrainingPass, training_runner
-from tests.support import oracle
-from tests.support.eager_cases import METHODS, targets
+from tests.support import compiled, oracle
 from tests.support.families import FAMILIES, Family
 from tests.support.live_memory import peak_of
-from tests.support.saved_tensors import without_onednn
 
 BATCH, SEQ = 2, 16
 
@@ -97,9 +94,11 @@ class Step:
         """Predicted peak by the measured one, less 1."""
         options = {"memory_budget": self.budget, "batch": self.batch, "seq": self.seq, **others}
         model = oracle.random_model(self.config, getattr(torch, self.dtype))
-        runner = compiler.compile(model, {"a": self.recipe}, **options).training_runner("a")
+        executor = compiled.executor(model, {"a": self.recipe}, **options)
+        runner = executor.training_runner("a")
+        # The configuration that was compiled, whose trace is cached.
         memory = explaining.explain(
-            self.config, self.recipe, dtype=self.dtype, **options
+            model.config.to_dict(), self.recipe, dtype=self.dtype, **options
         ).memory_bytes
         tokens = self.seq - self.recipe.prompt_tokens
         examples = [Example([3] * tokens, [3] * tokens)] * self.batch
@@ -109,6 +108,9 @@ class Step:
             for _ in range(2):
                 normaliser = 2 * self.batch * (tokens - 1)
                 runner.forward_backward(examples, normaliser, dropout_seed=3)
+
+        # Imports peft: seconds, which processes of ranks save.
+        from tests.support.saved_tensors import without_onednn
 
         # An LSTM without oneDNN, whose workspace is the CPU's own, as in
         # `pcg.explain.baselines.eager_memory`.
@@ -144,6 +146,8 @@ def drawn_step(seed: int) -> tuple[Step, float]:
 
     Drawn again is what pcg refuses.
     """
+    from tests.support.eager_cases import METHODS, targets
+
     for attempt in range(100):
         draw = random.Random(f"{seed} {attempt}")
         layers = draw.choice([2, 3, 4])

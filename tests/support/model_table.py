@@ -19,6 +19,7 @@ import transformers
 import pcg
 import pcg.compiler as compiler
 from pcg.errors import PcgError
+from pcg.ir.program.program import short_positions
 from pcg.trace.model_config import CAUSES, cause_of
 from tests.support import oracle
 from tests.support.architectures import CAUSAL_LMS, default_config
@@ -53,6 +54,7 @@ def lengths_of(config: Mapping[str, Any]) -> list[int]:
         if type(size) is int and 8 < size < _MOST_TOKENS and _BOUND.search(name)
     }
     most = min((config[name] for name in _POSITIONS if config.get(name)), default=2**20)
+    most = min(most, short_positions(config) or most)
     windows = [size for name, size in bounds.items() if name not in _POSITIONS]
     lengths = {24, 61, max(bounds.values(), default=0) + 2, 2 * max(windows, default=0) + 2}
     return sorted({min(n, most - _NEW_TOKENS, _MOST_TOKENS) for n in lengths if n > 2})

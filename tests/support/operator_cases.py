@@ -6,6 +6,7 @@ Long because every operator that has a gradient has a case.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pcg.ir.operators import Gradient, operator
 from pcg.ir.types import TOKENS, TORCH_NAMES, Size, tensor
 from pcg.kernels.batch import DroppedPart, Span
 from pcg.kernels.torch import ops as torch_ops
+from pcg.ranks.group import SINGLE_RANK
 
 
 class OneStep:
@@ -39,6 +41,7 @@ class OneStep:
     def dropped_parts(cls, key: int) -> list[DroppedPart]:
         return [DroppedPart(0, cls.tokens, 2, 8, torch.Generator().manual_seed(key))]
 
+    ranks = SINGLE_RANK
     tokens = 5
     states = None
     chosen = None
@@ -272,10 +275,10 @@ def shape_cases() -> list[Case]:
         Case("take_along", (x(7), x(3, dtype="i64", needs=False))),
         *(
             Case(
-                "expert_linear", (x(*rows, 4), x(2, dtype="i64", needs=False), weight(7, 3, 4), *b)
+                "expert_linear", (x(*rows, 4), x(2, dtype="i64", needs=False), weight(6, 3, 4), *b)
             )
             for rows in ((), (2,))
-            for b in ((), (weight(7, 3, 1),))
+            for b in ((), (weight(6, 3, 1),))
         ),
     ]
     expansions: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
@@ -344,7 +347,7 @@ def concat_cases() -> list[Case]:
     ]
 
 
-EXPERTS = 7
+EXPERTS = 6
 
 
 def expert_matrices(kind: str, matrix: Tensor, indices: Tensor) -> Tensor:
@@ -376,6 +379,10 @@ def lora_of_experts_cases() -> list[Case]:
     return cases
 
 
+def rows_of(ids: Tensor, a: Tensor, padding: int | None = None) -> Tensor:
+    return F.embedding(ids, a.T, padding)
+
+
 def linear_cases() -> list[Case]:
     a, b = weight(2, 4, role="adapter"), weight(3, 2, role="adapter")
     bias, base = weight(4, role="adapter"), weight(4)
@@ -397,11 +404,20 @@ def linear_cases() -> list[Case]:
             pairs = zip(expand_operands, some, strict=True)
             chosen = tuple(dataclasses.replace(operand, needs=need) for operand, need in pairs)
             cases.append(Case("expand_add", chosen, {}, lambda y, s, b: y + SCALE * s @ b.T))
+    for padding in ({}, {"padding": 3}):
+        operands = (x(dtype="i64", needs=False), weight(2, 7, role="adapter"))
+        look_up = partial(rows_of, **padding)
+        cases.append(Case("embedding_shrink", operands, padding, look_up))
+        operands = (operands[0], weight(7, 2, role="adapter"))
+        look_up = partial(F.embedding, padding_idx=padding.get("padding"))
+        cases.append(Case("embedding_shrink", operands, {**padding, "by_row": True}, look_up))
     cases += lora_of_experts_cases()
     vector = weight(4, role="adapter")
     for needs in ((True, True), (False, True), (True, False)):
         operands = (x(4, needs=needs[0]), dataclasses.replace(vector, needs=needs[1]))
         cases.append(Case("scale", operands, {}, lambda y, by: y * by))
+        of_heads = x(2, 4, needs=needs[0]), operands[1]
+        cases.append(Case("scale", of_heads, {}, lambda y, by: y * by))
         cases.append(Case("scale", (*operands, base), {}, lambda y, by, b: by * (y - b) + b))
         operands = (operands[0], dataclasses.replace(bias, needs=needs[1]))
         cases.append(Case("bias_add", operands, {}, lambda y, by: y + SCALE * by))
@@ -541,6 +557,8 @@ def has_kernel_operand(graph: Graph, name: str) -> bool:
         "bias_add",
         "column_factor",
         "column_norm",
+        "embedding_outer",
+        "embedding_shrink",
         "expand_add",
         "expand_backward",
         "expert_expand_add",

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
 from torch import Tensor
@@ -62,6 +61,8 @@ def with_adapter(
     copied: bool = True,
 ) -> Any:
     """A copy of the model, or the model itself, wrapped by peft; its adapter does something."""
+    import peft  # seconds, which processes of ranks save
+
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -81,12 +82,14 @@ def with_adapter(
 
 def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
     """The adapter's parameters by pcg's name: the module's path, and lora_A or lora_B."""
+    from peft.tuners.lora.layer import ParamWrapper
+
     parameters = {}
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             path, _, kind = name.removesuffix(".default.weight").rpartition(".")
             module = wrapped.get_submodule(path)
-            if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+            if isinstance(module, ParamWrapper):
                 path = path.replace(".base_layer", "")
                 path += f":{module.parameter_name}:{module.num_experts}"
             parameters[f"{path.removeprefix('base_model.model.')}.{kind}"] = parameter
@@ -114,11 +117,13 @@ def save_model(model: Any, directory: Path, shard: str = "5GB") -> None:
     model.save_pretrained(directory, max_shard_size=shard)
 
 
-def load_saved(model: Any, directory: Path) -> Any:
+def load_saved(model: Any, directory: Path, **options: Any) -> Any:
     """The model with an adapter that peft itself reads from files."""
+    import peft
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return peft.PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
+        return peft.PeftModel.from_pretrained(copy.deepcopy(model), directory, **options).eval()
 
 
 @torch.no_grad()
@@ -145,6 +150,9 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> l
             sequence.append(int(logits(model, sequence)[-1].argmax()))
         return sequence[len(prompt) :]
     ids = torch.tensor([prompt])
+    for module in model.modules():  # RecurrentGemma keeps the states of the last call
+        if hasattr(module, "conv1d_state"):
+            module.conv1d_state = module.rg_lru.recurrent_states = None
     # transformers' generate counts from 0 also where the model's forward, as RoBERTa's, does not.
     counting = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
     first = next((module.padding_idx + 1 for module in counting), 0)

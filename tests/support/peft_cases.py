@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
 
@@ -49,6 +49,10 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
             r=2, target_modules=["q_proj", "o_proj"], use_dora=True, bias="lora_only"
         ),
         "dora-head": peft.LoraConfig(r=2, target_modules=["lm_head", "v_proj"], use_dora=True),
+        "embedding": peft.LoraConfig(r=3, lora_alpha=5, target_modules=["embed_tokens"]),
+        "saved": peft.LoraConfig(
+            r=3, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens", "norm"]
+        ),
         "adalora": peft.AdaLoraConfig(
             init_r=5, target_r=3, total_step=20, lora_alpha=9, target_modules=ALL
         ),
@@ -89,6 +93,8 @@ CONFIGS: Mapping[str, Mapping[str, peft.PeftConfig]] = {
     "gpt2": {
         "lora": peft.LoraConfig(r=4, target_modules=GPT2),
         "lora-bias": peft.LoraConfig(r=4, target_modules=GPT2, lora_bias=True, use_rslora=True),
+        "embedding": peft.LoraConfig(r=4, target_modules=["wte", "c_fc", "lm_head"]),
+        "saved": peft.LoraConfig(r=4, target_modules=GPT2, modules_to_save=["lm_head", "ln_f"]),
         "dora": peft.LoraConfig(r=4, target_modules=GPT2, use_dora=True),
         "ia3": peft.IA3Config(),
         "adalora": peft.AdaLoraConfig(total_step=20, target_modules=GPT2, bias="lora_only"),
@@ -144,7 +150,7 @@ def make_models(family: str, directory: Path) -> Models:
             warnings.simplefilter("ignore")
             # Else peft saves the whole head where it is adapted.
             model.save_pretrained(directory / name, save_embedding_layers=False)
-    executor = compiler.compile(base, {name: str(directory / name) for name in wrapped})
+    executor = compiled.executor(base, {name: str(directory / name) for name in wrapped})
     for name, model in wrapped.items():
         give_encoder(executor, name, model)
     return Models(base, wrapped, directory, executor)
@@ -160,7 +166,8 @@ def wrap(base: Any, config: peft.PeftConfig, seed: int = 1) -> Any:
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator)
             # What is a matrix that starts at zero is drawn; the rest moves from where it starts.
-            start = 0.0 if "lora_A" in name or "lora_B" in name else parameter.data
+            is_drawn = re.search(r"lora_(embedding_)?[AB]", name) is not None
+            start = 0.0 if is_drawn else parameter.data
             parameter.data.copy_(start + 0.1 * noise)
     return wrapped
 
@@ -192,8 +199,11 @@ def our_name(name: str, parameter: Tensor, config: peft.PeftConfig) -> str:
         own = name.removeprefix("prompt_encoder.default.")
         return f"encoder.{own}" if has_encoder(config) else "prompt_embeddings"
     path = name.removeprefix("base_model.model.").replace(".default", "")
+    if ".modules_to_save" in path:
+        return path.replace(".modules_to_save", "")
     path = path.removesuffix(".weight").replace(".base_layer.bias", ".bias")
     path = path.replace(".lora_B.bias", ".lora_B_bias")
+    path = path.replace(".lora_embedding_", ":embedding.lora_")
     if isinstance(config, peft.AdaLoraConfig):
         path = path.replace(".lora_", ".adalora_")
     is_input = path.endswith(".ia3_l") and parameter.shape[0] == 1

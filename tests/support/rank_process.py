@@ -61,6 +61,16 @@ def train_over_mesh(output: str, sizes: str, count: str) -> None:
         torch.save(trained, Path(output) / f"{'-'.join(case)}-{mesh.world.rank}.pt")
 
 
+def work_with_experts(output: str, name: str, tp: str, ep: str) -> None:
+    """The job of `ranked.py` over ranks with some of the experts."""
+    from tests.support.ranked import make_executor, make_program, work
+
+    program = make_program(name, int(tp), ep=int(ep), sequence_parallel=True)
+    executor = make_executor(program, name)
+    found = work(executor), executor.ranks.messages
+    torch.save(found, Path(output) / f"{executor.ranks.rank}.pt")
+
+
 def train_parts_by_triton(output: str) -> None:
     """Train a step by kernels for Triton, over two ranks that share the tokens."""
     from pcg.ranks.join import join_mesh

@@ -179,19 +179,21 @@ def rank_memory(executor: Executor, adapter: str, measures: bool = True) -> dict
     return found | ({"activations": measured(executor, BATCH, SEQ)} if measures else {})
 
 
-def predicted_memory(program: Program, name: str, adapter: str) -> dict[str, int]:
+def predicted_memory(
+    program: Program, name: str, adapter: str, stage: str = "compressed"
+) -> dict[str, int]:
     """The same of each rank, as `explain` says."""
     recipe = recipes(BY_NAME[name])[adapter]
     asked = program.options
     options: dict[str, Any] = {"tp": asked.tp, "batch": BATCH, "seq": SEQ, "dtype": "float32"}
-    options["sequence_parallel"] = asked.sequence_parallel
+    options |= {"sequence_parallel": asked.sequence_parallel, "ep": asked.ep}
     report = explaining.explain(program.config, recipe, **options)
-    (stage,) = [stage for stage in report.activations if stage.stage == "compressed"]
+    (saved,) = [found.bytes for found in report.activations if found.stage == stage]
     return {
         "weights": report.memory_bytes["weights"],
         "adapters": report.memory_bytes["adapters"],
         "optimizer": report.memory_bytes["optimizer"],
-        "activations": stage.bytes,
+        "activations": saved,
     }
 
 
@@ -211,6 +213,9 @@ METHODS: Mapping[str, Any] = {
         r=4, lora_alpha=8, target_modules="all-linear", use_dora=True, lora_dropout=0.2
     ),
     "dropout": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.2),
+    "embedding": LoraConfig(
+        r=4, lora_alpha=8, target_modules=r".*(wte|word_embeddings|embed_tokens)|lm_head"
+    ),
     "houlsby": "houlsby",
     "ia3": "ia3",
     "loha": LoHaConfig(r=2, alpha=6, target_modules="all-linear"),
@@ -219,6 +224,7 @@ METHODS: Mapping[str, Any] = {
     "pfeiffer": "pfeiffer",
     "prefix": "prefix",
     "prompt": "prompt",
+    "saved": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]),
     "vera": "vera",
 }
 

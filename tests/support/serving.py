@@ -20,7 +20,6 @@ from typing import Any
 import httpx2
 from starlette.applications import Starlette
 
-import pcg.compiler as compiler
 from pcg.keys import Key, Keys, Scope, digest_of, open_keys
 from pcg.runtime.executor import Executor
 from pcg.serve.app import create_app, open_service
@@ -28,6 +27,7 @@ from pcg.serve.engine.client import local_client
 from pcg.serve.engine.options import ServeOptions
 from pcg.serve.http.service import Service
 from pcg.serve.server import Server, serve
+from tests.support import compiled
 from tests.support.text_model import save_text_model
 
 KEY = "key-for-tests"
@@ -54,7 +54,7 @@ def make_executor(
     backend: str = "torch", adapters: int = 1, directory: Path | None = None
 ) -> Executor:
     """An executor of it or another one, with adapters `lora-0`, `lora-1`, … that do something."""
-    executor = compiler.compile(directory or model_directory(), backend=backend)
+    executor = compiled.executor(directory or model_directory(), backend=backend)
     for index in range(adapters):
         adapter = executor.add_adapter(f"lora-{index}", LORA, seed=index)
         for weights in adapter.weights.values():

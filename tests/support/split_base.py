@@ -27,7 +27,7 @@ from pcg.split.base.options import BaseOptions
 from pcg.split.base.serve_base import executor_of
 from pcg.split.client.connect import SplitExecutor, connect
 from pcg.split.zeromq import ZeroMqEndpoint
-from tests.support import oracle, serving
+from tests.support import compiled, oracle, serving
 from tests.support.families import BY_NAME
 from tests.support.in_process import InProcessEndpoint
 from tests.support.prompts import prompts
@@ -39,7 +39,7 @@ KEY = "key-of-the-base"
 @functools.cache
 def undivided(family: str = "llama3", layers: int = 1) -> Executor:
     """Compile a random model of a family, once a session; tests remove the adapters they add."""
-    return compiler.compile(oracle.random_model(BY_NAME[family].config(layers)), verify=False)
+    return compiled.executor(oracle.random_model(BY_NAME[family].config(layers)))
 
 
 @dataclass

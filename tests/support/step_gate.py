@@ -26,7 +26,7 @@ class StepGate:
         self._step = engine.step
         self._changed = Condition()
         self._left = 0
-        self._is_open = False
+        self._is_open = self._is_running = False
         engine.step = self._gated  # type: ignore[method-assign]
 
     def _gated(self) -> list[Chunk]:
@@ -36,7 +36,12 @@ class StepGate:
                 if not self._changed.wait_for(lambda: self._is_open or self._left, _CLOSED_S):
                     return []
                 self._left -= not self._is_open
-        return self._step()
+                self._is_running = True
+        try:
+            return self._step()
+        finally:
+            with self._changed:
+                self._is_running = False
 
     def let(self, steps: int = 1) -> None:
         """Let so many steps that do something run."""
@@ -45,14 +50,15 @@ class StepGate:
             self._changed.notify_all()
 
     def let_until(self, happened: Callable[[], bool]) -> None:
-        """Let steps run, one by one, until something has happened; two more of them may have."""
+        """Let steps run, one by one, until something has happened; none begins after that."""
 
         def has() -> bool:
-            if happened():
-                return True
             with self._changed:
-                self._left = 1
-                self._changed.notify_all()
+                if happened():
+                    return True
+                if not self._is_running:
+                    self._left = 1
+                    self._changed.notify_all()
             return False
 
         until(has)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pcg.ranks.group import COLLECTIVES, SINGLE_RANK, Ranks
+from pcg.ranks.group import COLLECTIVES, SINGLE_RANK, Ranks, RowsToAll
 from pcg.ranks.mesh import AXES, MeshSizes, RankMesh, members
 
 
@@ -67,6 +67,17 @@ class ThreadRanks:
         self.moved_bytes["reduce_scatter"] += own.numel() * own.element_size() * (self.size - 1)
         self.messages["reduce_scatter"] += 1
         return torch.stack([x[self.rank] for x in self._exchange(torch.stack(parts))]).sum(0)
+
+    def all_to_all(self, x: RowsToAll) -> Tensor:
+        rows, sent, _ = x
+        others = len(rows) - sent[self.rank]
+        self.moved_bytes["all_to_all"] += others * rows.shape[1:].numel() * rows.element_size()
+        self.messages["all_to_all"] += 1
+        self._slots[self.rank] = rows.clone().split([*sent])
+        self._barrier.wait()
+        found = torch.cat([parts[self.rank] for parts in self._slots])
+        self._barrier.wait()
+        return found
 
     def gather(self, x: Tensor) -> list[Tensor]:
         self.moved_bytes["gather"] += x.nbytes if self.rank else 0

@@ -12,11 +12,10 @@ import httpx2
 import peft
 import tinker
 
-import pcg.compiler as compiler
 from pcg.runtime.executor import Executor
 from pcg.serve.tinker.records import find_checkpoint
 from pcg.serve.tinker.tinker import Tinker
-from tests.support import serving, trainer_data
+from tests.support import compiled, serving, trainer_data
 from tests.support.waiting import until
 
 KEY = "tml-key-for-tests"
@@ -52,7 +51,7 @@ def raw(url: str) -> httpx2.Client:
 
 def load() -> Executor:
     """A small model in fp32, which peft's oracle has, too."""
-    return compiler.compile(trainer_data.base_model(), dtype="float32")
+    return compiled.executor(trainer_data.base_model())
 
 
 def folder_of(served: serving.Served, path: str) -> Path:

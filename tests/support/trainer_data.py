@@ -60,6 +60,7 @@ def check_step(
     batch_size: int = 8,
     in_engine: bool = False,
     loss_options: Any = None,
+    **trainer_options: Any,
 ) -> Any:
     """Compare a trainer's call, and its step of SGD at a rate of 1, with autograd through peft.
 
@@ -72,7 +73,8 @@ def check_step(
     total.backward()
     put(executor, wrapped, "a")
     engine = executor.engine(kv_cache_bytes=2**20).start() if in_engine else nullcontext()
-    with engine, executor.trainer("a", optimizer="sgd", batch_size=batch_size) as trainer:
+    options = {"optimizer": "sgd", "batch_size": batch_size, **trainer_options}
+    with engine, executor.trainer("a", **options) as trainer:
         done = trainer.forward_backward(given, loss, loss_options=loss_options)
         trainer.optim_step(learning_rate=1.0)
         trainer.snapshot()
@@ -122,9 +124,9 @@ def data(rows: list[dict[str, Any]], *names: str) -> list[pcg.Datum]:
     return [pcg.Datum(one["tokens"], one["targets"], **{n: one[n] for n in names}) for one in rows]
 
 
-def log_probabilities(wrapped: Any, row: dict[str, Any]) -> Tensor:
+def log_probabilities(wrapped: Any, row: dict[str, Any], temperature: float = 1.0) -> Tensor:
     """What transformers gives each target, [N]; 0 where there is none."""
     logits = wrapped(torch.tensor([row["tokens"]]), use_cache=False).logits[0]
     targets = torch.tensor(row["targets"])
-    found = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    found = (logits / temperature).log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
     return found * (targets != IGNORED)

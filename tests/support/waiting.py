@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 
-def until(happened: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(happened: Callable[[], bool], timeout_s: float = 60.0, every_s: float = 0.005) -> None:
     """Return when it has happened; fails when it has not after so long."""
     deadline_s = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+        time.sleep(every_s)

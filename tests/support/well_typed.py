@@ -559,6 +559,13 @@ def expert_linear(make: Maker, op: str) -> Sequence[str]:
     return make.add(op, x, indices, weight, *bias)
 
 
+def packed_rows(make: Maker, op: str) -> Sequence[str]:
+    top_k, experts, size = make.sizes(3)
+    indices, attributes = make.of("i64", TOKENS, top_k), {"experts": experts, "parts": 2}
+    rows = min(top_k, experts) if op == "unpack_rows" else top_k
+    return make.add(op, make.of("bf16", TOKENS, rows, size), indices, **attributes)
+
+
 def lora_of_experts(make: Maker, op: str) -> Sequence[str]:
     top_k, experts, size_in, out, rank = make.sizes(5)
     lead = (top_k,) if make.coin() else ()
@@ -601,7 +608,8 @@ def topk(make: Maker, op: str) -> Sequence[str]:
 def cross_entropy(make: Maker, op: str) -> Sequence[str]:
     logits, targets = make.matrix(), make.of("i64", TOKENS)
     dloss = [make.of("f32", TOKENS)] if op.endswith("_backward") else []
-    return make.add(op, *dloss, logits, targets)
+    attributes = {"smoothing": 0.1} if make.coin() else {}
+    return make.add(op, *dloss, logits, targets, **attributes)
 
 
 def linear_cross_entropy(make: Maker, op: str) -> Sequence[str]:
@@ -616,7 +624,28 @@ def linear_cross_entropy(make: Maker, op: str) -> Sequence[str]:
 
 
 def embedding(make: Maker, op: str) -> Sequence[str]:
-    return make.add(op, make.of("bf16", *make.sizes(2)), make.of("i64", TOKENS))
+    if op in ("embedding_outer", "embedding_shrink"):
+        rank, vocabulary = make.sizes(2)
+        options = {"by_row": True} if make.draw(st.booleans()) else {}
+        table = make.of("f32", *((vocabulary, rank) if options else (rank, vocabulary)))
+        ds = [make.of("f32", TOKENS, rank)] if op == "embedding_outer" else []
+        return make.add(op, *ds, make.of("i64", TOKENS), table, padding=0, **options)
+    options = {"padding": 0} if make.draw(st.booleans()) else {}
+    return make.add(op, make.of("bf16", *make.sizes(2)), make.of("i64", TOKENS), **options)
+
+
+def replaced(make: Maker, op: str) -> Sequence[str]:
+    out, in_ = make.sizes(2)
+    function = make.draw(st.sampled_from(["linear", "embedding", "scale"]))
+    shapes = {"linear": ((TOKENS, in_), (out, in_)), "scale": ((TOKENS, out), (out,))}
+    y = make.of("bf16", TOKENS, out)
+    if function == "embedding":
+        operands = [make.of("i64", TOKENS), make.of("f32", in_, out)]
+    else:
+        x, weight = shapes[function]
+        operands = [make.of("bf16", *x), make.of("f32", *weight)]
+        operands += [make.of("bf16", out)] if make.draw(st.booleans()) else []
+    return make.add(op, y, *operands, function=function, offset=function == "scale")
 
 
 def reshape(make: Maker, op: str) -> Sequence[str]:
@@ -685,8 +714,11 @@ def softmax(make: Maker, op: str) -> Sequence[str]:
 
 
 def transition(make: Maker, op: str) -> Sequence[str]:
-    if op in ("reduce", "replicate", "all_reduce"):
+    if op in ("reduce", "replicate", "route", "all_reduce"):
         return make.add(op, make.any())
+    if op in ("collect", "dispatch"):
+        indices = make.of("i64", TOKENS, 2)
+        return make.add(op, make.of("f32", TOKENS, 2, 3), indices, dim=-3, experts=make.draw(SMALL))
     return make.add(op, make.any(rank=2), dim=-2 if op in ("gather", "scatter") else -1)
 
 
@@ -702,6 +734,14 @@ def collective(make: Maker, op: str) -> Sequence[str]:
     flag: dict[str, Attribute] = {} if op == "reduce_scatter" else {"tokens": True}
     x = make.of("f32", TOKENS if is_parted else part_of_tokens(degree), width)
     return make.add(op, x, dim=-2, degree=degree, **flag)
+
+
+def all_to_all(make: Maker, op: str) -> Sequence[str]:
+    degree, choices = make.draw(st.integers(2, 64)), make.draw(SMALL)
+    rows = TOKENS if op == "collected" else part_of_tokens(degree)
+    x = make.of("f32", rows, *make.draw(st.sampled_from([(), (choices,)])), make.draw(SMALL))
+    indices = make.of("i64", TOKENS, choices)
+    return make.add(op, x, indices, degree=degree, experts=make.draw(SMALL))
 
 
 def joined(make: Maker, op: str) -> Sequence[str]:
@@ -722,6 +762,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(
         ("silu_backward", "tanh_backward", "sigmoid_backward", "relu_backward"), unary_backward
     ),
+    **dict.fromkeys(("pack_rows", "unpack_rows"), packed_rows),
     **dict.fromkeys(("pack_signs", "relu_backward_packed"), packed_signs),
     **dict.fromkeys((*ENCODERS, *ENCODERS.values()), lossy),
     **dict.fromkeys(("standardized", "standardized_backward"), standardized),
@@ -747,7 +788,8 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(
         ("all_reduce", "combine", "partition", "place", "reduce", "replicate", "take"), transition
     ),
-    **dict.fromkeys(("gather", "scatter"), transition),
+    **dict.fromkeys(("collect", "dispatch", "gather", "route", "scatter"), transition),
+    **dict.fromkeys(("collected", "dispatched"), all_to_all),
     **dict.fromkeys(("slice", "slice_backward"), slice_),
     **dict.fromkeys(("mean", "sum"), reduction),
     "activate": activate,
@@ -761,6 +803,9 @@ RECIPES: dict[str, Recipe] = {
     "dropout": dropout,
     "embedding": embedding,
     "embedding_part": embedding,
+    "embedding_shrink": embedding,
+    "embedding_outer": embedding,
+    "replaced": replaced,
     "expand": expand,
     **dict.fromkeys(("expand_add", "expand_add_part"), expand_add),
     "expert_linear": expert_linear,

@@ -50,7 +50,7 @@ def test_the_document_has_every_causal_lm() -> None:
     assert sorted(WRITTEN) == sorted(CAUSAL_LMS)
 
 
-@pytest.mark.parametrize("name", mostly_slow(FIRST, *list(FIRST)[::2]))
+@pytest.mark.parametrize("name", mostly_slow(FIRST, *list(FIRST)[::3]))
 def test_a_refusal_names_its_cause_in_one_line(name: str) -> None:
     with pytest.raises(PcgError) as refused:
         compiler.compile_program(default_config(FIRST[name]))
@@ -68,7 +68,9 @@ def test_names_of_causes_tell_them_apart() -> None:
         assert cause_of(f"cannot trace a model: {cause.name}") is cause
 
 
-@pytest.mark.parametrize("kind", [k for k in ("granitemoe", "flint") if k in CAUSAL_LMS])
+@pytest.mark.parametrize(
+    "kind", mostly_slow([k for k in ("granitemoe", "flint") if k in CAUSAL_LMS], "flint")
+)
 def test_checkpoints_with_names_of_their_own(kind: str) -> None:
     assert outcome(kind, [24]) == RUNS
 

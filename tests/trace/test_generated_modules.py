@@ -13,7 +13,7 @@ from tests.support import generated_modules, oracle
 from tests.support.families import BY_NAME
 from tests.support.generated_modules import CASES, Case, Outcome, check, draw, minimal
 
-DEFAULT_CASES = 12
+DEFAULT_CASES = 5
 BLOCK = 100
 """Cases of one slow test."""
 

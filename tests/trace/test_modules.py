@@ -149,7 +149,7 @@ def _weight_read_elsewhere(model: Any) -> None:
     [
         (_scaled_by_a_parametrization, ["up_proj"], "the weight of .*mlp.up_proj is computed"),
         (_tied_in_a_layer, ["gate_proj"], "mlp.up_proj reads the weight of .*mlp.gate_proj"),
-        (_weight_read_elsewhere, ["down_proj"], "mlp reads the weight of .*mlp.down_proj"),
+        (_weight_read_elsewhere, ["down_proj"], r"0\.mlp\.down_proj, which is no linear module"),
     ],
 )
 def test_an_adapter_that_peft_would_place_otherwise_is_refused(
@@ -199,17 +199,32 @@ def test_a_vector_of_another_dtype_is_no_bias() -> None:
     runner.forward_backward([Example(prompt, prompt)], len(prompt) - 1)
 
 
-def test_layers_that_read_the_embedding_again_serve_and_are_not_finetuned() -> None:
+def test_layers_that_read_the_embedding_again_are_finetuned(tmp_path: Path) -> None:
     model = oracle.random_model(BY_NAME["llama3"].config(3))
     kept: dict[str, torch.Tensor] = {}
     model.model.embed_tokens.register_forward_hook(lambda _, __, out: kept.update(first=out))
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, __, out: out + 0.2 * kept["first"])
+    wrapped = oracle.with_adapter(model, ["q_proj", "down_proj"], rank=2)
+    oracle.save(wrapped, tmp_path)
     (prompt,) = prompts((13,))
-    found = compiler.compile(model).logits(prompt)
-    assert relative(found, oracle.logits(model, prompt)) < 1e-5
-    with pytest.raises(PcgError, match="reads %embed_tokens, which the first layer is given"):
-        compiler.compile(model, "lora")
+    executor = compiler.compile(model, {"a": str(tmp_path)})
+    assert relative(executor.logits(prompt, "a"), oracle.logits(wrapped, prompt)) < 1e-5
+    runner = executor.training_runner("a")
+    runner.forward_backward([Example(prompt, prompt)], len(prompt) - 1)
+    _, expected = oracle.loss_and_gradients(wrapped, [prompt])
+    for path, parameter in runner.parameters.items():
+        assert relative(parameter.grad, expected[path]) < 1e-5, path
+
+
+def test_rounding_that_chooses_other_experts_is_no_other_model() -> None:
+    model = oracle.random_model(BY_NAME["mixtral"].config(2), torch.bfloat16)
+    compiler.compile(model)
+    model.model.layers[1].register_forward_hook(
+        lambda _, __, out: out if torch.compiler.is_exporting() else 2 * out.roll(1, -1)
+    )
+    with pytest.raises(PcgError, match="verify=False"):
+        compiler.compile(model)
 
 
 def test_a_large_module_is_verified_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +248,10 @@ def test_what_is_no_causal_lm_is_refused() -> None:
     model = oracle.random_model(BY_NAME["llama3"].config(2))
     with pytest.raises(PcgError, match="LlamaModel returns no logits"):
         compiler.compile(model.model)
-    classifier = transformers.LlamaForSequenceClassification(model.config).eval()
-    with pytest.raises(PcgError, match=r"of shape \[1, 2\] for one sequence"):
-        compiler.compile(classifier)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}
+    classifier = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes))
+    with pytest.raises(PcgError, match="gpt2 has a head of its own"):
+        compiler.compile(classifier.eval())
     with pytest.raises(PcgError, match="wrapped by torch"):
         compiler.compile(torch.compile(model))
     with pytest.raises(PcgError, match="wrapped by peft"):

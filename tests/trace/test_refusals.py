@@ -13,6 +13,7 @@ import pcg.compiler as compiler
 from pcg.errors import AdapterError, ConfigError, PcgError, TraceError, UnsupportedError
 from pcg.ir.program.program import ModelGraph
 from pcg.passes.pipeline import Settings, pipeline
+from tests.support.architectures import default_config
 
 SMALL = {
     "hidden_size": 64,
@@ -48,11 +49,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         },
         UnsupportedError,
         r"this gemma3_text has rope_type='dynamic'",
-    ),
-    "two attentions": (
-        {**SMALL, "model_type": "diffllama", "num_key_value_heads": 2},
-        UnsupportedError,
-        r"two attentions in one layer: model\.layers\.0 computes 2 \(model\.layers\.0\.self_attn\)",
     ),
     "encoder-decoder": (
         {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128},
@@ -100,15 +96,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PcgError], str]] = {
         UnsupportedError,
         r"rwkv: another recurrence \(.*; .*0.attention \(RwkvSelfAttention\) runs .* in a loop",
     ),
-    "recurrence in some layers": (
-        {**SMALL, "model_type": "recurrent_gemma", "num_hidden_layers": 3, "lru_width": 64},
-        UnsupportedError,
-        r"conv_1d \(Conv1d\) mixes tokens by aten.convolution",
-    ),
     "attention to chosen tokens": (
-        {**SMALL, "model_type": "deepseek_v32", "n_routed_experts": 4, "index_topk": 8},
-        TraceError,
-        r"deepseek_v32: sparse attention \(.*; with pcg attention, its attention is given indices",
+        default_config("deepseek_v4"),
+        UnsupportedError,
+        r"deepseek_v4: sparse attention \(.*; .*DeepseekV4CSACompressor\) runs aten.slice",
     ),
 }
 

@@ -101,7 +101,7 @@ def test_tokens_are_those_of_the_template(executor: Executor, model: Path) -> No
     ]
     implicit = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in CHATS]
     made = [
-        training_data(rows, DpoArguments(rows), executor.state, pairs=True).examples
+        training_data(rows, DpoArguments(rows), executor.state, rows="pairs").examples
         for rows in (CHATS, openai, implicit)
     ]
     assert made[0] == made[1] == made[2]
@@ -230,13 +230,16 @@ def test_a_run_is_cancelled_from_another_thread(executor: Executor) -> None:
     ("options", "message"),
     [
         ({"beta": 0}, "beta=0; use a number above 0"),
-        ({"loss_type": "aot"}, "loss_type='aot'; use some of sigmoid, hinge"),
+        ({"loss_type": "dpop"}, "loss_type='dpop'; use some of sigmoid, hinge"),
+        ({"loss_type": "exo_pair"}, "label_smoothing=0 makes the term exo_pair infinite"),
+        ({"discopop_tau": 1.0}, r"discopop_tau=1 has no effect on sigmoid; leave it out"),
         ({"loss_type": ("sft", "sft")}, "names a term twice"),
         ({"loss_weights": (1.0, 2.0)}, "a number of at least 0 for each of the 1 terms"),
         ({"label_smoothing": 0.5}, r"label_smoothing=0\.5; use a number in \[0, 0\.5\)"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "has no effect on ipo"),
         ({"patience": 2, "eval_data": TEXTS}, "training on preferences has no patience"),
         ({"data_format": "chat"}, "has no data_format"),
+        ({"eval_data": "a=a.jsonl,b=b.jsonl"}, "eval_data names a, b; preferences are evaluated"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,27 @@ from safetensors.torch import load_file
 from tinker import types
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
 
 import pcg
-from pcg.errors import FinetuneError
+from pcg.errors import DataError, FinetuneError
+from pcg.evaluation import evaluate
 from pcg.runtime.data.example import Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
-from pcg.runtime.training.options import FinetuneOptions, make_schedule
-from pcg.runtime.training.training_data import training_data
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.schedules import make_schedule
+from pcg.runtime.training.training_data import training_data, with_own_template
 from pcg.serve.files.files import Files
 from pcg.train.config_file import ConfigFile, OutputOptions, read_config
+from pcg.train.grpo import GrpoOptions, train_grpo
+from pcg.train.grpo.rollouts import read_prompts
+from pcg.train.preference.dpo import dpo
+from pcg.train.preference.kto import KtoArguments, kto
+from pcg.train.preference.options import DpoArguments
 from pcg.train.sft import SFT_KEYS, SftOptions
+from tests.support import compiled, serving, text_model, tinker_client
 from tests.support import preference_oracle as peft_model
-from tests.support import serving, tinker_client
 from tests.support.job_client import ROWS, begin, client_of, ended
 
 
@@ -46,6 +55,104 @@ def test_values_have_the_types_of_their_fields(tmp_path: Path) -> None:
     assert output.peft == {"r": 8, "target_modules": ["q_proj"]}
 
 
+def test_a_chat_template_is_a_path_or_a_text(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("of the file")
+    text = "model: m\noutput: out\ndata: a.jsonl\nchat_template_kwargs: {enable_thinking: false}\n"
+    for written, source in (
+        ("chat.jinja", "of the file"),
+        ("'{{ bos_token }}'", "{{ bos_token }}"),
+    ):
+        config = read(tmp_path, f"{text}chat_template: {written}\n")
+        template = config.make(SftOptions).template()
+        assert template is not None
+        assert template.sources == {"default": source}
+        assert config.values["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+OWN = "{% for m in messages %}{{ m.role }} says {{ m.content }}.\n{% endfor %}"
+CHATS = [
+    {
+        "prompt": [{"role": "user", "content": f"what is {i}?"}],
+        "completion": [{"role": "assistant", "content": f"it is {i}"}],
+    }
+    for i in range(4)
+]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo"])
+def test_an_adapter_keeps_the_template_that_rendered_its_chats(tmp_path: Path, method: str) -> None:
+    """In memory, in its folder as transformers reads it, and in runs that go on from there."""
+    executor: Any = compiled.executor(text_model.save_text_model(tmp_path / "model"), None)
+
+    def trained(**options: Any) -> Any:
+        for name in executor.adapters:
+            executor.remove_adapter(name)
+        if method == "grpo":
+            more = {"num_generations": 2, "batch_size": 4, "max_completion_length": 2}
+            template = {"chat_template": options.pop("chat_template", None)}
+            settings = GrpoOptions(**more, **template, max_steps=1)  # type: ignore[arg-type]
+            rows = [{"prompt": row["prompt"]} for row in CHATS]
+            prompts = read_prompts(rows, executor.tokenizer, with_own_template(
+                settings, executor.state, "a", options["peft"]
+            ))  # fmt: skip
+            train_grpo(executor, rows, lambda prompts, **_: [0.0] * len(prompts), settings,
+                       adapter="a", **options)  # fmt: skip
+            return sum(len(prompt.ids) for prompt in prompts)
+        options |= {"adapter": "a", "max_steps": 1, "batch_size": 4, "progress": False}
+        if method == "sft":
+            return executor.finetune(CHATS, **options).tokens
+        if method == "kto":
+            rows = [{**row, "label": True} for row in CHATS]
+            return kto(executor, KtoArguments(rows, **options)).tokens
+        other = [{"role": "assistant", "content": "no"}]
+        pairs = [
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other}
+            for row in CHATS
+        ]
+        return dpo(executor, DpoArguments(pairs, **options)).tokens
+
+    plain = trained(peft=PEFT)
+    assert executor.adapters["a"].chat_template is None
+    tokens = trained(peft=PEFT, chat_template=OWN)
+    assert tokens != plain
+    assert executor.adapters["a"].chat_template == OWN
+    executor.save_adapter("a", tmp_path / "saved")
+    shown = AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
+        CHATS[0]["prompt"], tokenize=False
+    )
+    assert shown == "user says what is 0?.\n"
+    assert trained(peft=str(tmp_path / "saved")) == tokens
+    assert executor.adapters["a"].chat_template == OWN
+    if method == "sft":  # whose losses are those of `evaluate`, of each with its own
+        both, own, base = (
+            evaluate(executor, CHATS, **more)
+            for more in ({}, {"adapters": ["a"], "chat_template": OWN}, {"adapters": [None]})
+        )
+        assert both == [*base, *own]
+        assert base[0].tokens != own[0].tokens
+
+
+def test_a_start_is_a_path_near_the_file_or_a_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name, start in (("mine", str(tmp_path / "mine")), ("owner/adapter", "owner/adapter")):
+        config = read(tmp_path, f"model: m\noutput: out\ndata: a.jsonl\nstart_from: {name}\n")
+        assert OutputOptions.of(config).start_from == start
+
+
+def test_data_are_near_the_file_or_hub_ids_and_evaluations_have_names(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "rows").mkdir()
+    text = "model: m\noutput: out/new\ndata: [own/rows, owner/rows, 'x/*.jsonl', x/a.csv]\n"
+    for named in ("'a=x.jsonl, b=owner/rows'", "{a: x.jsonl, b: [owner/rows]}"):
+        values = read(tmp_path, f"{text}eval_data: {named}\n").values
+        assert values["output"] == tmp_path / "out" / "new"
+        own = [tmp_path / name for name in ("own/rows", "x/*.jsonl", "x/a.csv")]
+        assert values["data"] == (own[0], Path("owner/rows"), *own[1:])
+        assert values["eval_data"] == {"a": (tmp_path / "x.jsonl",), "b": (Path("owner/rows"),)}
+    with pytest.raises(DataError, match="eval_data has the name 'a' twice"):
+        read(tmp_path, f"{text}eval_data: a=x.jsonl,a=y.jsonl\n")
+
+
 def test_settings_take_the_place_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "model: m\noutput: out\ndata: a.jsonl\npeft: {r: 8, lora_alpha: 16}\n"
@@ -64,6 +171,7 @@ def test_settings_take_the_place_of_values(tmp_path: Path, monkeypatch: pytest.M
         ("learning_rat: 1", (), "unknown option 'learning_rat', did you mean 'learning_rate'"),
         ("model: m", ("ouput=x",), r"--set ouput=x: unknown option 'ouput', did you mean 'output'"),
         ("learning_rate: fast", (), r"learning_rate='fast'; use a number"),
+        ("formatting_func: f", (), "it is a function, for executor.finetune in Python"),
         ("batch_size: 2.5", (), r"batch_size=2\.5; use a whole number or null"),
         ("shuffle: 1", (), "shuffle=1; use true or false"),
         ("betas: [0.9]", (), r"betas=\[0\.9\]; use a list of 2 values or null"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pcg.explain.report.figures import (
@@ -14,7 +14,15 @@ from pcg.explain.report.figures import (
     step_plot,
 )
 from pcg.explain.report.layer_graph import graph_plot
-from pcg.explain.report.report_data import LAYOUTS, STAGES, ReportData, SavedTensor
+from pcg.explain.report.report_data import (
+    HEADS,
+    LAYOUTS,
+    STAGES,
+    ReportData,
+    SavedTensor,
+    compared_cells,
+    fitting,
+)
 from pcg.pages.environment import page_environment
 from pcg.units import gib, rounded
 
@@ -54,6 +62,26 @@ def page(report: ReportData) -> str:
     environment.filters |= {"mib": _mib, "kib": _kib, "count": rounded}
     values = _heading(report) | _memory(report) | _plots(report) | _tensors(report)
     return environment.get_template("page.html").render(values, report=report)
+
+
+def comparison_page(reports: Mapping[str, ReportData]) -> str:
+    """Return the page of a comparison of reports of the same model."""
+    first = next(iter(reports.values()))
+    facts = {
+        "architecture": first.architecture,
+        "dtype": first.precision,
+        "step": f"batch {first.batch:,} × {first.seq:,} tokens",
+        "ranks": f"{first.ranks}",
+    }
+    values = {
+        "facts": facts,
+        "heads": HEADS,
+        "rows": {name: compared_cells(report) for name, report in reports.items()},
+        "fits": fitting(reports),
+        "notes": {name: report.notes for name, report in reports.items() if report.notes},
+    }
+    template = page_environment("pcg.explain.report").get_template("compare.html")
+    return template.render(values, subject=first.model)
 
 
 def _heading(report: ReportData) -> dict[str, Any]:

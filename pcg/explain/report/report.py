@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
-from pcg.explain.report.report_data import KINDS, LAYOUTS, STAGES, GpuCapacity, ReportData
+from pcg.explain.report.report_data import (
+    HEADS,
+    KINDS,
+    LAYOUTS,
+    STAGES,
+    GpuCapacity,
+    ReportData,
+    compared_cells,
+    fitting,
+)
+from pcg.pages import fact_table
 from pcg.units import gib, number_ranges, rounded, size_text
 
 
@@ -139,7 +149,7 @@ def _region_line(row: Mapping[str, Any]) -> str:
 
 
 def _module(path: str) -> str:
-    return path.removesuffix(".weight").rpartition(".")[2]
+    return path.removesuffix(".weight").removesuffix(".T").rpartition(".")[2]
 
 
 def _count(messages: int) -> str:
@@ -284,13 +294,27 @@ def _stages(report: ReportData) -> list[str]:
     most = max(stage.bytes for stage in report.activations)
     wide = max(14, *(len(stage.stage) + 1 for stage in report.activations))
     lines = [f"{'saved for backward':<{wide + 3}}      GiB   MiB a layer   recomputed"]
-    lines += [
-        f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
-        f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
-        f"  {STAGES[stage.stage]}".rstrip()
-        for stage in report.activations
-    ]
+    for stage in report.activations:
+        if stage.stage == "checkpointing":
+            lines += _least(report, wide, most)
+        lines.append(
+            f"  {stage.stage:<{wide}}{gib(stage.bytes):>10}{stage.bytes_per_block / 2**20:>14,.1f}"
+            f"{stage.recompute_flops_ratio:>13.0%}  {bar(stage.bytes, most, 16):<16}"
+            f"  {STAGES[stage.stage]}".rstrip()
+        )
     return lines
+
+
+def _least(report: ReportData, wide: int, most: int) -> list[str]:
+    """Return the line of the smallest budget that is a share, beside checkpointing's."""
+    points = [point for point in report.pareto if not point.restored]
+    if len(points) < 2:
+        return []
+    point, name = points[-1], "budget 0"
+    return [
+        f"  {name:<{wide}}{gib(point.bytes):>10}{'':>14}{point.recompute_flops_ratio:>13.0%}"
+        f"  {bar(point.bytes, most, 16):<16}  --memory-budget 0: pcg"
+    ]
 
 
 def _layer_groups(report: ReportData) -> list[str]:
@@ -412,31 +436,23 @@ def comparison(reports: Mapping[str, ReportData]) -> str:
     """Return a text that compares reports of the same model, a line per report."""
     first = next(iter(reports.values()))
     wide = max(len(name) for name in reports)
+    widths = (10, 8, 8, 10, 9, 8)
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        columns = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        return "  ".join((f"{name:<{wide}}", *columns))
+
     lines = [
         f"{first.model}  ·  {first.dtype}  ·  batch {first.batch} × {first.seq:,} tokens",
         "",
-        f"{'':<{wide}}  {'trainable':>10}  {'states':>8}  {'saved':>8}  {'recomputed':>10}"
-        f"  {'workspace':>9}  {'total':>8}  GiB",
+        f"{line('', HEADS)}  GiB",
     ]
     most = max(report.memory_bytes["total"] for report in reports.values())
     for name, report in reports.items():
-        memory = report.memory_bytes
-        states = sum(memory[kind] for kind in ("adapters", "gradients", "optimizer"))
-        ours = report.trained_stage
-        again = f"{ours.recompute_flops_ratio:.0%}" if ours else "-"
-        lines.append(
-            f"{name:<{wide}}  {rounded(report.parameters['trainable']):>10}  {gib(states):>8}"
-            f"  {gib(memory['activations']):>8}  {again:>10}  {gib(memory['workspace']):>9}"
-            f"  {gib(memory['total']):>8}  {bar(memory['total'], most, 12)}"
-        )
-    for gpu in first.fits:
-        fitting = [
-            f"{name} (batch {fit.largest_batch:,})"
-            for name, report in reports.items()
-            for fit in report.fits
-            if fit.gpu == gpu.gpu and fit.fits
-        ]
-        lines += ["", f"{gpu.gpu} holds {', '.join(fitting) or 'none of them'}"]
+        drawn = bar(report.memory_bytes["total"], most, 12)
+        lines.append(f"{line(name, compared_cells(report))}  {drawn}")
+    for gpu, names in fitting(reports).items():
+        lines += ["", f"{gpu} holds {names}"]
     return "\n".join(lines)
 
 
@@ -458,6 +474,12 @@ class Report(ReportData):
         from pcg.explain.report.page import page  # the plotting library takes a second to import
 
         return page(self)
+
+    def _repr_html_(self) -> str:
+        """Return the memory of a rank as a table, which notebooks show."""
+        sizes = {kind: f"{gib(size)} GiB" for kind, size in self.memory_bytes.items() if size}
+        step = f"batch {self.batch:,} × {self.seq:,} tokens"
+        return fact_table(f"{self.model}, {self.peft or 'no adapters'}, {step}", sizes)
 
     def to_text(self, tensors: bool = False, formulas: bool = False) -> str:
         """Return the report as text of at most 100 columns, except formulas.

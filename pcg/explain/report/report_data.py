@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from pcg.units import gib, rounded
+
 KINDS = (
     "weights",
     "adapters",
@@ -25,12 +29,19 @@ STAGES = {
     "rematerialized": "the rest recomputed",
     "compressed": "and bits for signs: pcg",
     "fp8": "and lossy 8 bits: pcg",
+    "even-routing": "if experts are chosen equally",
     "token-level": "in windows, K/V cached",
     "checkpointing": "transformers' own",
     "torch-partitioner": "torch.compile's default",
 }
 """The stages, with a short description of the saved values."""
-LAYOUTS = {"|-2": "column-parallel", "|-1": "row-parallel"}
+LAYOUTS = {
+    "|-2": "column-parallel",
+    "|-1": "row-parallel",
+    "~-3": "expert-parallel",
+    "~-3|-2": "experts' columns",
+    "~-3|-1": "experts' rows",
+}
 """The layouts of weights over ranks, in words."""
 
 
@@ -205,7 +216,8 @@ class ReportData:
       tensors of the versions that are served during training; 0 without serving;
     - kv_cache: keys and values of concurrent requests; without adapters, of batch · seq tokens;
     - activations: the bytes that pcg's training program saves for backward (stage `compressed`, or
-      `fp8` with lossy activations; `eager` if pcg cannot train the model);
+      `fp8` with lossy activations; `eager` if pcg cannot train the model). Of ranks with whole
+      experts they are the most that routing can make them; `even-routing` has the usual bytes;
     - workspace: the other bytes of the step's peak, at the loss over a chunk of tokens or at a
       layer's forward or backward, less the saved bytes that are freed before it.
 
@@ -306,6 +318,11 @@ class ReportData:
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return the JSON schema of `to_json`."""
+        return msgspec.json.schema(ReportData)
+
     def saved_bytes_at(self, recompute_flops_ratio: float) -> int | None:
         """Return the front's bytes at a share of recomputed operations; None below the front.
 
@@ -319,3 +336,32 @@ class ReportData:
             return below[-1][1]
         (left, most), (right, least) = below[-1], front[len(below)]
         return round(most - (most - least) * (recompute_flops_ratio - left) / (right - left))
+
+
+HEADS = ("trainable", "states", "saved", "recomputed", "workspace", "total")
+"""The columns of a comparison; bytes are in GiB."""
+
+
+def compared_cells(report: ReportData) -> tuple[str, ...]:
+    """Return a report's line of a comparison, in the order of `HEADS`."""
+    memory, ours = report.memory_bytes, report.trained_stage
+    states = sum(memory[kind] for kind in ("adapters", "gradients", "optimizer"))
+    return (
+        rounded(report.parameters["trainable"]),
+        gib(states),
+        gib(memory["activations"]),
+        f"{ours.recompute_flops_ratio:.0%}" if ours else "-",
+        gib(memory["workspace"]),
+        gib(memory["total"]),
+    )
+
+
+def fitting(reports: Mapping[str, ReportData]) -> Mapping[str, str]:
+    """Return the reports whose step fits, with the largest batch, by GPU."""
+    names: dict[str, list[str]] = {}
+    for name, report in reports.items():
+        for fit in report.fits:
+            of_gpu = names.setdefault(fit.gpu, [])
+            if fit.fits:
+                of_gpu.append(f"{name} (batch {fit.largest_batch:,})")
+    return {gpu: ", ".join(fits) or "none of them" for gpu, fits in names.items()}

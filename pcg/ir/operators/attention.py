@@ -61,6 +61,7 @@ BLOCK_BYTES = 256 * 2**20
 _SCORING = {
     "scale": FLOAT,
     "window": NATURAL,
+    "chunk": optional(COUNT),
     "softcap": FLOAT,
     "alibi": PRESENT,
     "sinks": PRESENT,
@@ -78,9 +79,9 @@ class Attention(Operator):
     input is a logit of each head that takes weight from the softmax. With `rotary`, the last inputs
     are `cos, sin: [T, n]`, by which q and k are turned first, as by `rope` of style `half`.
 
-    Attributes: `scale`; `window`: visible keys, including the token's own, 0 for all; `softcap`: 0
-    for none; `library`: the library that computes it, if any: see
-    `pcg.kernels.attention_libraries`.
+    Attributes: `scale`; `window`: visible keys, including the token's own, 0 for all; `chunk`: if
+    given, a token sees keys from the last multiple of it on alone; `softcap`: 0 for none;
+    `library`: the library that computes it, if any: see `pcg.kernels.attention_libraries`.
     """
 
     name = "attention"
@@ -234,6 +235,7 @@ class LatentAttention(Operator):
     suffixes = ("", "lse")
     sees_sequences = True
     computes_in_first = True
+    counts_on_host = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         q, latents, rest, weight = types[:4]
@@ -278,6 +280,7 @@ class LatentWindowBackward(Operator):
     suffixes = ("", "dk", "dv")
     sees_sequences = True
     computes_in_first = True
+    counts_on_host = True
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         dout, q = types[0], types[3]
@@ -324,6 +327,8 @@ def _attention_outputs(types: Sequence[TensorType], attributes: Attributes) -> T
     if not fits or k.shape != (q.shape[0], k.shape[1], q.shape[2]):
         raise TypeCheckError(f"attention of q {q}, k {k}, v {v}")
     _check_of_heads(q, of_heads, attributes)
+    if attributes["window"] and attributes.get("chunk"):
+        raise TypeCheckError("attention has a window or chunks, not both")
     if int(q.shape[1]) % int(k.shape[1]):
         raise TypeCheckError(f"{q.shape[1]} heads are no multiple of {k.shape[1]} KV heads")
     out = q.with_shape((*q.shape[:2], v.shape[2]))
@@ -351,6 +356,8 @@ def _check_outputs(types: Types, outputs: Types) -> None:
 
 def _mean_keys(attributes: Attributes) -> sympy.Expr:
     """Return the keys that a token attends to, including itself, on average over a sequence."""
+    if attributes.get("chunk"):
+        return (sympy.Min(CONTEXT, attributes["chunk"]) + 1) / 2
     window = attributes["window"]
     seen = sympy.Min(CONTEXT, window) if window else CONTEXT
     return seen - seen * (seen - 1) / (2 * CONTEXT)
@@ -374,14 +381,17 @@ def _score_bytes(q: TensorType, attributes: Attributes, copies: int) -> sympy.Ex
     if attributes.get("alibi"):
         # Distances and their products in fp32, or the products and the bias in q's dtype.
         return (4 * heads + 4 if q.dtype == "f32" else 6 * heads) * pairs
-    return DTYPE_BYTES[q.dtype] * pairs if attributes["window"] else sympy.Integer(0)
+    is_masked = attributes["window"] or attributes.get("chunk")
+    return DTYPE_BYTES[q.dtype] * pairs if is_masked else sympy.Integer(0)
 
 
 def _attention_arguments(inputs: Sequence[str], tensors: int, attributes: Attributes) -> str:
     rest = list(inputs[tensors:])
     arguments = [*inputs[:tensors], f"scale={attributes['scale']!r}"]
     arguments += [
-        f"{name}={attributes[name]!r}" for name in ("window", "softcap") if attributes[name]
+        f"{name}={attributes[name]!r}"
+        for name in ("window", "chunk", "softcap")
+        if attributes.get(name)
     ]
     arguments += [f"{name}={rest.pop(0)}" for name in ("alibi", "sinks") if attributes.get(name)]
     if attributes.get("library"):

@@ -20,7 +20,7 @@ import sympy
 
 from pcg.errors import TypeCheckError, UnsupportedError
 from pcg.ir.graph import Attribute, Graph, Node, Parameter
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Sharding, partitioned
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, ROUTED, WHOLE, Sharding, partitioned
 from pcg.ir.printer import INTEGERS
 from pcg.ir.types import DTYPE_BYTES, TensorType, counts_tokens
 
@@ -204,8 +204,8 @@ class Operator:
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         """Yield the ways in which ranks can run it without communication.
 
-        All whole, all replicated, parts of an aligned dim, summands of a linear input. Operators
-        that sum over a dim add their own.
+        All whole, all replicated, parts of an aligned dim, summands of a linear input, and rows of
+        experts. Operators that sum over a dim add their own.
         """
         outputs = self.infer(types, attributes)
         for layout in (WHOLE, REPLICATED):
@@ -216,6 +216,7 @@ class Operator:
                 yield Sharding(tuple(layouts), (PRE_REDUCE,) * len(outputs))
         dims = list(self.aligned(types, attributes))
         if not (self.sees_sequences or self.sees_rows or self.is_random):
+            yield from _of_choices(types, outputs, dims)
             dims.append((_token_dims(types), _token_dims(outputs)))
         for ins, outs in dims:
             if all(outs):
@@ -224,8 +225,10 @@ class Operator:
                     tuple(map(partitioned, outs)),
                 )
 
-    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
-        """Return the attributes on a rank with outputs of these types."""
+    def local_attributes(
+        self, attributes: Attributes, outputs: Types, parts: int = 1
+    ) -> Attributes:
+        """Return the attributes on a rank with outputs of these types, and part of the experts."""
         return attributes
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
@@ -284,6 +287,26 @@ class Operator:
         if not fewest <= len(types) <= most:
             expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             raise TypeCheckError(f"{self.name} takes {expected} inputs, not {len(types)}")
+
+
+def _of_choices(types: Types, outputs: Types, dims: Sequence[Aligned]) -> Iterator[Sharding]:
+    """Yield the rule for rows [T, k, …], of which a rank has those of its experts."""
+    if any(len(type_.dims) < 3 or not type_.is_token_wise for type_ in outputs):
+        return
+    rows = tuple(1 - len(type_.dims) if type_.is_token_wise else 0 for type_ in types)
+    choices = tuple(1 - len(type_.dims) for type_ in outputs)
+    every = [ins for ins, outs in dims if outs == choices]
+    tokenwise = (type_ for type_ in (*types, *outputs) if type_.is_token_wise)
+    if all(type_.shape[1:2] in ((), (1,)) for type_ in tokenwise):
+        every = [rows]  # the rows of an only choice are those of tokens
+    for ins in every:
+        of_choices = [bool(at and row) for at, row in zip(ins, rows, strict=True)]
+        read = [type_ for type_, of in zip(types, of_choices, strict=True) if of]
+        keeps_dim = all(at in (0, row) for at, row in zip(ins, rows, strict=True) if row)
+        if keeps_dim and {type_.shape[1] for type_ in read} == {outputs[0].shape[1]}:
+            layouts = [ROUTED if of else REPLICATED for of in of_choices]
+            yield Sharding(tuple(layouts), (ROUTED,) * len(outputs))
+            return
 
 
 def _token_dims(types: Types) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Attribute
 from pcg.ir.operators.base import (
     DTYPE,
+    FLAG,
     NATURAL,
     Aligned,
     Attributes,
@@ -28,7 +29,7 @@ from pcg.ir.operators.base import (
     word,
 )
 from pcg.ir.operators.linear import Product, weight_name
-from pcg.ir.types import TOKENS, TORCH_NAMES
+from pcg.ir.types import DTYPE_BYTES, TOKENS, TORCH_NAMES
 
 DROPOUT_TOKENS = 64
 """Tokens of a sequence that share a draw of dropout's random numbers, so that a token's numbers do
@@ -113,6 +114,52 @@ class Activate(Operator):
         dtype = context.input_type(1).dtype
         dbias = context.add("sum_tokens", ds, context.input(1), dtype=dtype)
         return [ds if context.needs[0] else None, dbias if context.needs[1] else None]
+
+
+class Replaced(Operator):
+    """y [T, …, n] with f(x) in the rows of adapters that have a weight W of their own; it serves.
+
+    f is x Wᵀ + b (`linear`), W[x] (`embedding`), or x ⊙ W + b (`scale`), with `offset` x ⊙ (1 + W);
+    b: [n], the base's, may be missing. `x: [T, m]`, ids [T], or as y; `W: [n, m]`, [V, n], [n].
+    """
+
+    name = "replaced"
+    template = "K.{name}({inputs}, function={function!r}, offset={offset!r})"
+    attributes = declared(function=word("linear", "embedding", "scale"), offset=FLAG)
+    inputs = (3, 4)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        y, x, weight, *biases = types
+        function, size = attributes["function"], y.shape[-1:]
+        fits = y.is_token_wise and x.is_token_wise and all(b.shape == size for b in biases)
+        fits &= len(y.dims) == 2 or (len(y.dims) > 2 and function == "scale")
+        if function == "linear":
+            fits &= len(x.dims) == 2 and weight.shape == (*size, *x.shape[1:])
+        elif function == "embedding":
+            fits &= len(weight.dims) == 2 and weight.shape[1:] == size and not biases
+            fits &= not x.is_float and len(x.dims) == 1
+        else:
+            fits &= x.shape == y.shape and weight.shape == size
+        if not fits:
+            raise TypeCheckError(f"replaced by {function} of {', '.join(map(str, types))}")
+        return (y,)
+
+    def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        for dim in range(-len(types[0].features), -1):
+            yield (dim, dim, *(0 for _ in types[2:])), (dim,)
+        dims = {"linear": (-1, 0, -2), "embedding": (-1, 0, -1), "scale": (-1, -1, -1)}
+        yield (*dims[attributes["function"]], *(-1 for _ in types[3:])), (-1,)
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        is_product = attributes["function"] == "linear"
+        return outputs[0].elements * (2 * inputs[1].shape[-1] if is_product else 1)
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The input and results in the weight's dtype, of all tokens at most; y is no new tensor.
+        y, x, weight, *biases = inputs
+        results = (1 + len(biases)) * y.elements * DTYPE_BYTES[weight.dtype] - y.size_bytes
+        is_cast = attributes["function"] != "embedding"
+        return results + (cast_bytes(x, weight.dtype) if is_cast else 0)
 
 
 class BottleneckBackward(Product):

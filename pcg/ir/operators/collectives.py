@@ -12,10 +12,14 @@ and their gradients in its backward:
     place        |d → +    placed_part    backward: taken_part
     scatter      + → |d    reduce_scatter backward: all_gather
     gather       |d → =    gathered_copy  backward: reduce_scatter
+    route        = → ~     route          backward: route
+    dispatch     |d → ~    dispatched     backward: collected
+    collect      ~ → |d    collected      backward: dispatched
 
 take and place send nothing: a part among zeros is a summand of the whole. scatter and gather apply
 only to the token dim, with equal rows on all ranks: if the number of ranks does not divide T, the
-last rows are zeros (`pcg.ranks.step_parts`).
+last rows are zeros (`pcg.ranks.step_parts`). dispatch and collect are all-to-alls: a rank's tokens
+are sent to the ranks with experts that they chose, and rows of chosen experts back to their tokens.
 
 `coalesce_collectives` joins several tensors into a single message, all_reduces or all_gathers, as a
 message's latency for each step of its ring does not depend on its size.
@@ -29,8 +33,9 @@ from typing import ClassVar
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, WHOLE, Layout, partitioned
+from pcg.ir.layouts import PRE_REDUCE, REPLICATED, ROUTED, WHOLE, Layout, partitioned
 from pcg.ir.operators.base import (
+    COUNT,
     DIM,
     PRESENT,
     SIZES,
@@ -61,8 +66,14 @@ class Transition(Operator):
 
     @classmethod
     def between(cls, name: str, before: Layout | None, after: Layout | None) -> Transition:
-        attributes = declared() if before and after else declared(dim=DIM)
-        fields = {"name": name, "attributes": attributes, "before": before, "after": after}
+        attributes = {} if before and after else {"dim": DIM}
+        attributes |= {"experts": COUNT} if issubclass(cls, AllToAll) else {}
+        fields = {
+            "name": name,
+            "attributes": declared(**attributes),
+            "before": before,
+            "after": after,
+        }
         transition: Transition = type(name, (cls,), fields)()
         return transition
 
@@ -78,6 +89,27 @@ class Replicate(Transition):
     after = REPLICATED
 
 
+class AllToAll(Transition):
+    """x of a rank's tokens to the ranks of their experts, or back; the indices tell which."""
+
+    inputs = (2, 2)
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        return (_check_routed(types, TOKENS),)
+
+
+class Route(Transition):
+    """x, of which each rank reads the rows of its experts; the gradient of others is zero."""
+
+    name = "route"
+    adjoint = "route"
+    template = "{0}"
+    executable = True
+    is_view = True
+    before = REPLICATED
+    after = ROUTED
+
+
 TRANSITIONS = tuple(
     Transition.between(name, before, after)
     for name, before, after in (
@@ -89,6 +121,9 @@ TRANSITIONS = tuple(
         ("scatter", PRE_REDUCE, None),
         ("gather", None, REPLICATED),
     )
+) + tuple(
+    AllToAll.between(name, before, after)
+    for name, before, after in (("dispatch", None, ROUTED), ("collect", ROUTED, None))
 )
 """The other transitions, with layouts of input and output; None for parts of dim `dim`."""
 
@@ -231,6 +266,77 @@ class ReduceScatter(Collective):
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return FLOPS_PER_BYTE * inputs[0].size_bytes
+
+
+class Dispatched(Collective):
+    """Rows of all tokens that chose an expert of the rank, among zeros.
+
+    `x: [P, in]` or `[P, k, in]` of a rank's tokens, `indices: [T, k]` of all. Each of `degree`
+    ranks has `experts` experts. A row of a choice goes to the rank of its expert.
+    """
+
+    name = "dispatched"
+    inputs = (2, 2)
+    attributes = declared(degree=_DEGREE, experts=COUNT)
+    template = "K.{name}({inputs}, {experts}, batch)"
+    constant_in = (1,)
+    counts_on_host = True
+    adjoint = "collected"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x = _check_routed(types, part_of_tokens(attributes["degree"]))
+        return (x.with_shape((TOKENS, *x.shape[1:])),)
+
+    def gradient(self, context: Gradient) -> list[str | None]:
+        arguments = context.incoming, context.input(1)
+        return [context.add(self.adjoint, *arguments, **context.attributes), None]
+
+    def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        x, indices = inputs
+        message = exchanged(x, indices.features[-1], attributes["degree"])
+        return FLOPS_PER_BYTE * message.size_bytes
+
+    def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        # The rows that are sent and received, in the worst case all.
+        x, indices = inputs
+        ranks = min(attributes["degree"], indices.features[-1]) if len(x.dims) == 2 else 1
+        part, whole = sorted((x, outputs[0]), key=lambda type_: type_.shape[0] == TOKENS)
+        return ranks * part.size_bytes + whole.size_bytes
+
+
+class Collected(Dispatched):
+    """A rank's tokens' rows, sums of those that the ranks of their experts have.
+
+    `x: [T, in]` or `[T, k, in]`, whose rows for other ranks' experts are not read.
+    """
+
+    name = "collected"
+    adjoint = "dispatched"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x = _check_routed(types, TOKENS)
+        return (x.with_shape((part_of_tokens(attributes["degree"]), *x.shape[1:])),)
+
+
+def _check_routed(types: Types, rows: Size) -> TensorType:
+    """Return the type of rows of tokens or of their choices, if it fits the indices."""
+    x, indices = types
+    is_index = len(indices.dims) == 2 and indices.shape[0] == TOKENS and not indices.is_float
+    is_fit = x.is_float and x.shape[:1] == (rows,) and len(x.dims) in (2, 3)
+    if not is_index or not is_fit or (len(x.dims) == 3 and x.shape[1] != indices.shape[1]):
+        raise TypeCheckError(f"rows {x} do not fit the experts' indices {indices}, of {rows} rows")
+    return x
+
+
+def exchanged(type_: TensorType, choices: int, degree: int) -> TensorType:
+    """Return the rows that a rank sends in an all-to-all, its own among them, on average.
+
+    Rows of choices [T, k, …] have a rank each. A token chooses experts of n (1 - (1 - 1/n)^k) ranks
+    if all are chosen equally often.
+    """
+    ranks = sympy.Rational(degree) * (1 - (1 - sympy.Rational(1, degree)) ** choices)
+    rows = part_of_tokens(degree) * (ranks if len(type_.dims) == 2 else 1)
+    return type_.with_shape((rows, *type_.shape[1:]))
 
 
 def _parted(types: Types, attributes: Attributes) -> TensorType:

@@ -9,16 +9,33 @@ LoRA on experts has a pair of matrices for each expert, in peft's layout: rows e
 [E r, in] and columns i E + e of B [out, r E] are those of expert e (peft 0.21.2, `ParamWrapper`).
 
     s[t, j] = A[e] x[t]                  z[t, j] = y[t, j] + scale · B[e] s[t, j]
+
+The operators of a rank that has one of `parts` equal parts of the experts compute the rows of its
+experts, of which `experts` is the number; indices count all ranks' experts. Other rows are zeros,
+which makes the result a summand, too. Training saves the rank's R rows alone, of which R depends on
+what the tokens choose:
+
+    packed[i] = y[t, j]  of the rank's choices (t, j), by expert        R ≤ min(k, experts) T
+
+With all experts chosen equally often, R = k T / parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import sympy
 
 from pcg.errors import TypeCheckError
-from pcg.ir.layouts import PRE_REDUCE, REPLICATED, Sharding, partitioned, sharding
+from pcg.ir.layouts import (
+    PRE_REDUCE,
+    REPLICATED,
+    ROUTED,
+    Sharding,
+    of_experts,
+    partitioned,
+    sharding,
+)
 from pcg.ir.operators.base import (
     COUNT,
     Aligned,
@@ -28,6 +45,8 @@ from pcg.ir.operators.base import (
     Types,
     cast_bytes,
     declared,
+    integer,
+    optional,
 )
 from pcg.ir.types import Size, TensorType
 
@@ -47,22 +66,67 @@ def _rows_bytes(*types: TensorType) -> sympy.Expr:
     return sympy.Add(*sizes) * types[0].shape[0]
 
 
-class OfExperts(Operator):
+_PARTS = optional(integer(2))
+
+
+def _parts(attributes: Attributes) -> dict[str, int]:
+    """Return the attribute of a rank's operator; empty if the rank has all experts."""
+    return {"parts": attributes["parts"]} if "parts" in attributes else {}
+
+
+class Routed(Operator):
+    """An operator on rows by the experts that they chose."""
+
+    counts_on_host = True
+
+    def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
+        source = super().source(inputs, attributes)
+        if "parts" not in attributes:
+            return source
+        return f"{source[:-1]}, part=K.part_of_rank(batch.ranks, {attributes['parts']}))"
+
+    def local_attributes(
+        self, attributes: Attributes, outputs: Types, parts: int = 1
+    ) -> Attributes:
+        if parts == 1:
+            return attributes
+        experts = {"experts": attributes["experts"] // parts} if "experts" in attributes else {}
+        return {**attributes, **experts, "parts": parts}
+
+
+def _moved(types: Types, parts: int, *, written: bool = False) -> sympy.Expr:
+    """Return the bytes that a rank with a part of the experts reads, or writes.
+
+    Of rows of choices [T, k, n] it moves its part, and writes zeros to all first.
+    """
+    of_part = (
+        type_.size_bytes / parts
+        if type_.is_token_wise and len(type_.dims) > 2
+        else type_.size_bytes
+        for type_ in types
+    )
+    zeros = (type_.size_bytes for type_ in types if written and parts > 1 and type_.is_token_wise)
+    return sympy.Add(*of_part, *zeros)
+
+
+class OfExperts(Routed):
     """A product of rows, their experts' indices, and the experts' weights."""
 
     is_product = True
+    attributes = declared(parts=_PARTS)
     computes_in_first = True
-    counts_on_host = True
 
     def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         # The operator reads at most as many experts as tokens choose.
         rows, indices, *weights = inputs
-        share = sympy.Min(1, indices.elements / weights[0].shape[0])
-        tokens = sympy.Add(*(type_.size_bytes for type_ in (rows, indices, *outputs)))
+        parts = attributes.get("parts", 1)
+        share = sympy.Min(1, indices.elements / parts / weights[0].shape[0])
+        tokens = _moved((rows, indices), parts) + _moved(outputs, parts, written=True)
         return tokens + share * sympy.Add(*(type_.size_bytes for type_ in weights))
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
-        return 2 * inputs[1].elements * inputs[2].elements / inputs[2].shape[0]
+        chosen = inputs[1].elements / attributes.get("parts", 1)
+        return 2 * chosen * inputs[2].elements / inputs[2].shape[0]
 
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         return _rows_bytes(inputs[0], outputs[0])
@@ -99,13 +163,51 @@ class ExpertLinear(OfExperts):
         bias = (PRE_REDUCE,) * (len(types) - 3)
         for x, weight in ((partitioned(-1), partitioned(-1)), (PRE_REDUCE, REPLICATED)):
             yield sharding(x, REPLICATED, weight, *bias, PRE_REDUCE)
+        of_rank = (of_experts(-3),) * (len(types) - 2)
+        for x in (REPLICATED, ROUTED):
+            for y in (ROUTED, PRE_REDUCE):
+                yield sharding(x, REPLICATED, *of_rank, y)
 
     def gradient(self, context: Gradient) -> list[str | None]:
         indices, weight = context.inputs[1:3]
-        dx = context.add("expert_linear_backward", context.incoming, indices, weight)
+        parts = _parts(context.attributes)
+        dx = context.add("expert_linear_backward", context.incoming, indices, weight, **parts)
         if len(context.input_type(0).dims) == 2:
             dx = context.add("sum", dx, dim=-2, keepdim=False)
         return [dx, *(None,) * (len(context.node.inputs) - 1)]
+
+
+class PackRows(Routed):
+    """The rows [R, n] of a rank's experts, among zeros in `x: [T, k, n]`; `indices: [T, k]`.
+
+    The type has the most rows that a token can have, `[T, min(k, experts), n]`.
+    """
+
+    name = "pack_rows"
+    inputs = (2, 2)
+    attributes = declared(experts=COUNT, parts=integer(2))
+    template = "K.{name}({inputs}, experts={experts})"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        x, indices = types
+        if not _chosen_by(indices, x) or len(x.dims) != 3:
+            raise TypeCheckError(f"pack_rows of {x}, of experts {indices}")
+        most = min(indices.features[0], attributes["experts"])
+        return (x.with_shape((x.shape[0], most, x.shape[2])),)
+
+
+class UnpackRows(PackRows):
+    """x [T, k, n] of packed rows, typed `[T, min(k, experts), n]`, and `indices: [T, k]`."""
+
+    name = "unpack_rows"
+
+    def infer(self, types: Types, attributes: Attributes) -> Types:
+        rows, indices = types
+        x = rows.with_shape((*indices.shape, rows.shape[-1]))
+        (packed,) = super().infer((x, indices), attributes)
+        if rows.shape != packed.shape:
+            raise TypeCheckError(f"unpack_rows of {rows}, of experts {indices}; expected {packed}")
+        return (x,)
 
 
 class ExpertLinearBackward(OfExperts):
@@ -125,18 +227,22 @@ class ExpertLinearBackward(OfExperts):
         return (dy.with_shape((*indices.shape, weight.shape[2])),)
 
 
-class OfExpertLora(Operator):
+class OfExpertLora(Routed):
     """A product by the LoRA of experts; `experts` is their number."""
 
-    attributes = declared(experts=COUNT)
-    template = "K.{name}({inputs}, experts={experts})"
     is_product = True
-    counts_on_host = True
+    attributes = declared(experts=COUNT, parts=_PARTS)
+    template = "K.{name}({inputs}, experts={experts})"
+
+    def moved_bytes(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
+        parts = attributes.get("parts", 1)
+        return _moved(inputs, parts) + _moved(outputs, parts, written=True)
 
     def flops(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         rows = next(type_ for type_ in inputs if not type_.is_float)
         matrix = max((*inputs, *outputs), key=lambda type_: not type_.is_token_wise)
-        return 2 * rows.elements * matrix.elements / attributes["experts"]
+        chosen = rows.elements / attributes.get("parts", 1)
+        return 2 * chosen * matrix.elements / attributes["experts"]
 
 
 def _rank(size: Size, experts: int) -> Size:
@@ -174,19 +280,21 @@ class ExpertShrink(OfExpertLora):
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
         yield from super().shardings(types, attributes)
         yield sharding(partitioned(-1), REPLICATED, partitioned(-1), PRE_REDUCE)
+        for x in (REPLICATED, ROUTED):
+            yield sharding(x, REPLICATED, of_experts(-2), ROUTED)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        dx, da, experts = None, None, context.attributes["experts"]
+        dx, da = None, None
         indices, x = context.input(1), context.input_type(0)
         if context.needs[0]:
             arguments = (context.incoming, indices, context.input(2))
-            dx = context.add("expert_shrink_backward", *arguments, experts=experts)
+            dx = context.add("expert_shrink_backward", *arguments, **context.attributes)
             if len(x.dims) == 2:
                 dx = context.add("sum", dx, dim=-2, keepdim=False)
             dx = context.cast(dx, x.dtype)
         if context.needs[2]:
             arguments = (context.incoming, indices, context.input(0))
-            da = context.add("expert_outer", *arguments, experts=experts)
+            da = context.add("expert_outer", *arguments, **context.attributes)
         return [dx, None, da]
 
 
@@ -252,6 +360,11 @@ class ExpertExpandAdd(OfExpertLora):
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
         yield (-1, 0, 0, -2), (-1,)
 
+    def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
+        yield from super().shardings(types, attributes)
+        for y in (ROUTED, PRE_REDUCE):
+            yield sharding(y, ROUTED, REPLICATED, of_experts(-1), y)
+
     def temporaries(self, inputs: Types, outputs: Types, attributes: Attributes) -> sympy.Expr:
         y, s = inputs[:2]
         rows = _rows_bytes(s, y.with_dtype(s.dtype))
@@ -260,13 +373,13 @@ class ExpertExpandAdd(OfExpertLora):
         return cast_bytes(y, s.dtype) + sympy.Max(0, rows - y.size_bytes)
 
     def gradient(self, context: Gradient) -> list[str | None]:
-        ds, db, experts = None, None, context.attributes["experts"]
+        ds, db = None, None
         dz, indices, weight = context.incoming, context.input(2), context.input(3)
         if context.needs[1]:
-            ds = context.add("expert_expand_backward", dz, indices, weight, experts=experts)
+            ds = context.add("expert_expand_backward", dz, indices, weight, **context.attributes)
         if context.needs[3]:
             arguments = (dz, indices, context.input(1), weight)
-            db = context.add("expert_scaled_outer", *arguments, experts=experts)
+            db = context.add("expert_scaled_outer", *arguments, **context.attributes)
         return [dz if context.needs[0] else None, ds, None, db]
 
 

@@ -8,6 +8,7 @@ a token window also takes and gives the gradients of states (`pcg.kernels.batch`
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import sympy
@@ -16,6 +17,7 @@ from pcg.errors import TypeCheckError
 from pcg.ir.graph import Graph
 from pcg.ir.operators.base import (
     NATURAL,
+    TEXT,
     Aligned,
     Attributes,
     Gradient,
@@ -23,6 +25,7 @@ from pcg.ir.operators.base import (
     Types,
     cast_bytes,
     declared,
+    optional,
     widened,
 )
 from pcg.ir.types import DTYPE_BYTES, TensorType, tensor
@@ -31,12 +34,14 @@ from pcg.ir.types import DTYPE_BYTES, TensorType, tensor
 class Recurrent(Operator):
     """An operator with a state of each sequence, or its gradient."""
 
-    attributes = declared(state=NATURAL)
+    attributes = declared(state=NATURAL, library=optional(TEXT))
     sees_sequences = True
     counts_on_host = True
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
-        return f"K.{self.name}(batch, {attributes['state']}, {', '.join(inputs)})"
+        library = attributes.get("library")
+        arguments = [*inputs, f"library={library!r}"] if library else inputs
+        return f"K.{self.name}(batch, {attributes['state']}, {', '.join(arguments)})"
 
 
 class ShortConvolution(Recurrent):
@@ -236,3 +241,9 @@ def state_types(block: Graph) -> tuple[TensorType, ...]:
         if node.op in _FORWARD
     }
     return tuple(by_number[number] for number in range(len(by_number)))
+
+
+def state_bytes(block: Graph) -> int:
+    """Return the bytes of a sequence's states in a layer."""
+    types = state_types(block)
+    return sum(math.prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)

@@ -70,7 +70,9 @@ class Reshape(Operator):
             if old is not None and new[i] > 1 and types[0].features[old] > 1:
                 yield (old,), (i - len(new),)
 
-    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+    def local_attributes(
+        self, attributes: Attributes, outputs: Types, parts: int = 1
+    ) -> Attributes:
         return {**attributes, "shape": outputs[0].reshape_sizes}
 
     def source(self, inputs: Sequence[str], attributes: Attributes) -> str:
@@ -155,7 +157,9 @@ class Slice(Operator):
         if step > 1 and len(range(attributes["start"], attributes["stop"], step)) * step == size:
             yield (dim,), (dim,)
 
-    def local_attributes(self, attributes: Attributes, outputs: Types) -> Attributes:
+    def local_attributes(
+        self, attributes: Attributes, outputs: Types, parts: int = 1
+    ) -> Attributes:
         taken, step = int(outputs[0].shape[attributes["dim"]]), attributes.get("step", 1)
         return {**attributes, "stop": attributes["start"] + (taken - 1) * step + 1}
 

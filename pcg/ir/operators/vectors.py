@@ -43,7 +43,7 @@ def wider_bytes(y: TensorType, vector: TensorType) -> sympy.Expr:
 class Scale(Operator):
     """z = l ⊙ (y - b) + b, in y's dtype: each token by its own adapter's l.
 
-    `y: [T, n]`, `l: [n]`; `b: [n]`, an optional bias, is not scaled.
+    `y: [T, n]`, `l: [n]`; `b: [n]`, an optional bias, is not scaled. Without b, y may be [T, …, n].
     """
 
     name = "scale"
@@ -51,13 +51,16 @@ class Scale(Operator):
 
     def infer(self, types: Types, attributes: Attributes) -> Types:
         y, *vectors = types
-        if len(y.dims) != 2 or any(vector.shape != y.shape[1:] for vector in vectors):
+        has_dims = len(y.dims) == 2 or (len(y.dims) > 2 and len(vectors) == 1)
+        if not has_dims or any(vector.shape != y.shape[-1:] for vector in vectors):
             raise TypeCheckError(
                 f"scale of {y} by {', '.join(map(str, vectors))}; expected [{y.shape[-1]}]"
             )
         return (y,)
 
     def aligned(self, types: Types, attributes: Attributes) -> Iterator[Aligned]:
+        for dim in range(-len(types[0].features), -1):
+            yield (dim, *(0 for _ in types[1:])), (dim,)
         yield (-1,) * len(types), (-1,)
 
     def shardings(self, types: Types, attributes: Attributes) -> Iterator[Sharding]:
@@ -77,10 +80,22 @@ class Scale(Operator):
         if context.needs[0]:
             dy = context.add("scale", context.incoming, context.input(1))
         if context.needs[1]:
-            dtype = context.input_type(1).dtype
-            read = [context.input(0), *(context.input(2) for _ in context.node.inputs[2:])]
-            dvector = context.add("inner", context.incoming, *read, dtype=dtype)
+            dvector = self._vector_gradient(context)
         return [dy, dvector, None][: len(context.node.inputs)]
+
+    @staticmethod
+    def _vector_gradient(context: Gradient) -> str:
+        """Sum over tokens, and over heads if y has them."""
+        dtype, (*heads, size) = context.input_type(1).dtype, context.input_type(0).features
+        dy, y = context.incoming, context.input(0)
+        if not heads:
+            base = (context.input(2) for _ in context.node.inputs[2:])
+            return context.add("inner", dy, y, *base, dtype=dtype)
+        flat = (-1, prod(heads) * size)
+        dy, y = (context.add("reshape", value, shape=flat) for value in (dy, y))
+        of_heads = context.add("inner", dy, y, dtype=dtype)
+        of_heads = context.add("reshape", of_heads, shape=(prod(heads), size))
+        return context.add("sum", of_heads, dim=-2, keepdim=False)
 
 
 class VectorGradient(Operator):

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from pcg.errors import ProgramError
 from pcg.ir.graph import Graph, Node, Parameter
-from pcg.ir.module_paths import WHOLE_MODEL, layer_path, parameter_path
+from pcg.ir.module_paths import (
+    WHOLE_MODEL,
+    embedding_path,
+    layer_path,
+    module_name,
+    parameter_of,
+    parameter_path,
+)
 from pcg.ir.operators import operator
 from pcg.options import CompileOptions
 
@@ -84,10 +91,11 @@ class ModelGraph:
     def module_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (out, in) of all modules that adapters may adapt, by path.
 
-        Every linear module of every layer; `layers.<i>` for the attention of a layer, (features of
-        its values, of its keys); and the empty path for the token embedding, (vocabulary, width).
+        Every linear module of every layer; token embeddings, (width, vocabulary); `layers.<i>` for
+        the attention of a layer, (features of its values, of its keys); and the empty path for the
+        output of the token embedding, (vocabulary, width).
         """
-        shapes = self.linear_modules()
+        shapes = self.linear_modules() | self.embedding_sites()
         for layer, index in enumerate(self.layers):
             block = self.blocks[index]
             for node in block.nodes:
@@ -100,15 +108,34 @@ class ModelGraph:
             shapes[WHOLE_MODEL] = (vocabulary, width)
         return shapes
 
+    def embedding_sites(self) -> dict[str, tuple[int, int]]:
+        """Return (width, vocabulary) of every token embedding by site, which is its path."""
+        sites: dict[str, tuple[int, int]] = {}
+        for node in self.prologue.nodes:
+            site = embedding_site(self.prologue, node)
+            if site is not None:
+                vocabulary, width = self.prologue.types[node.inputs[0]].features
+                sites[site] = width, vocabulary
+        return sites
+
     def embedding_modules(self) -> tuple[str, ...]:
-        """Return the paths of token and position embeddings, which no method adapts."""
+        """Return the paths of the modules of token and position embeddings."""
         nodes = [node for node in self.prologue.nodes if node.op == "embedding"]
         tables = [self.prologue.parameters_by_name.get(node.inputs[0]) for node in nodes]
         sources = [table.source for table in tables if table is not None]
         return tuple(s.removesuffix(".weight") for s in sources if s.endswith(".weight"))
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens that the model reads."""
+        embedding = token_embedding(self.prologue)
+        if embedding is None:
+            return self.vocabulary
+        return int(self.prologue.types[embedding.inputs[0]].features[0])
+
+    @property
     def vocabulary(self) -> int:
+        """The number of logits of a token."""
         return int(self.epilogue.types[self.epilogue.outputs[0]].shape[-1])
 
     @property
@@ -134,9 +161,24 @@ class ModelGraph:
 
     def parameters(self) -> Iterator[tuple[Parameter, int | None]]:
         """Yield every parameter of every layer with the layer's index; None outside the layers."""
-        layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
-        for graph, layer in [(self.prologue, None), *layers, (self.epilogue, None)]:
+        for graph, layer in self._in_order():
             yield from ((parameter, layer) for parameter in graph.parameters)
+
+    def frozen(self) -> Iterator[tuple[str, Parameter, int | None]]:
+        """Yield the base's parameters by name, with `{layer}`, and the index of the layer.
+
+        A tied head's weight has two names: the embedding's, and that of its own module.
+        """
+        for graph, layer in self._in_order():
+            named = {p.source: p for p in graph.parameters if p.role == "frozen"}
+            for node in graph.nodes:
+                names = own_parameters(graph, node).items()
+                named |= {source: graph.parameters_by_name[name] for source, name in names}
+            yield from ((source, parameter, layer) for source, parameter in named.items())
+
+    def _in_order(self) -> list[tuple[Graph, int | None]]:
+        layers = [(self.blocks[block], layer) for layer, block in enumerate(self.layers)]
+        return [(self.prologue, None), *layers, (self.epilogue, None)]
 
 
 def routed_layers(model: ModelGraph) -> tuple[tuple[int, ...], int, int]:
@@ -166,25 +208,67 @@ def token_embedding(prologue: Graph) -> Node | None:
     return next(lookups, None)
 
 
+def embedding_site(graph: Graph, node: Node) -> str | None:
+    """Return the site of a token embedding with a weight of its own; None for other nodes."""
+    if node.op != "embedding" or node.inputs[1] != graph.inputs[0].name:
+        return None
+    table = graph.parameters_by_name.get(node.inputs[0])
+    if table is None or table.role != "frozen" or not table.source.endswith(".weight"):
+        return None
+    return embedding_path(table.source.removesuffix(".weight"))
+
+
+def own_parameters(graph: Graph, node: Node) -> dict[str, str]:
+    """Return the parameters of a node's module that an adapter may replace at the node.
+
+    The keys are names in the model, with `{layer}`; the values are names in the graph.
+    """
+    if node.op not in ("linear", "embedding", "rms_norm", "layer_norm"):
+        return {}
+    parameters = [graph.parameters_by_name.get(name) for name in node.inputs]
+    biases = (p for p in parameters if p is not None and p.source.endswith(".bias"))
+    names = {p.source: p.name for p in biases}
+    weight = next(iter(parameters[node.op != "embedding" :]), None)
+    if weight is None or weight.role != "frozen" or weight.transposed:
+        return names
+    is_plain = weight.source.endswith(".weight") and len(weight.type.features) == 1
+    site = weight.source.removesuffix(".weight") if is_plain else None
+    if node.op in ("linear", "embedding"):
+        site = site_of(graph, node) or embedding_site(graph, node)
+    if site is None or parameter_of(site) is not None:
+        return names
+    return {f"{module_name(site)}.weight": weight.name, **names}
+
+
+STACKED = ".stacked"
+"""In the name of a weight [experts, out, in] that the model has in other dims, as DBRX's."""
+
+
 def site_of(graph: Graph, node: Node) -> str | None:
     """Return the site of a linear node, where a bypass network may attach; None for other nodes.
 
     A tied head has its own module's site, not that of the embedding with the same weight; likewise
     a module of a layer with another layer's weight. The weights of experts are parameters of their
-    own, and so is that of a router, a module that selects experts by its product: peft does not
-    treat them as linear modules.
+    own, and so is that of a router, a module that selects experts by its product, one that is not
+    named weight, and one of a module whose product a module around it takes: peft does not treat
+    them as linear modules. Experts in one matrix are no site, as peft's product is of all of them.
     """
     parameter = graph.parameters_by_name.get(adapted_weight(node) or "")
-    if parameter is None or parameter.role != "frozen":
+    if parameter is None or parameter.role != "frozen" or STACKED in parameter.name:
         return None
-    if not _is_module(graph, node):
+    if not _is_module(graph, node) or not parameter.source.endswith(".weight"):
         *experts, _, _ = parameter.type.features
         return parameter_path(parameter.source, *(experts or (1,)))
     path = parameter.source.removesuffix(".weight")
     tied = re.fullmatch(rf"(.+)\.\d+\.{re.escape(node.scope)}", path)
     if tied:
         return f"{tied[1]}.{{layer}}.{node.scope}"
-    return path if "{layer}" in path else node.scope
+    if "{layer}" not in path:
+        return node.scope
+    # The product of a module around the weight's own.
+    if f"{{layer}}.{node.scope}.".replace("..", ".") in path:
+        return parameter_path(parameter.source, 1)
+    return path
 
 
 def computed_site(graph: Graph, node: Node) -> str | None:
@@ -334,6 +418,24 @@ class Program:
         return first_position(self.config) - 1 if first_position(self.config) else None
 
 
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is that of a sequence classifier: its logits are of labels."""
+    return str(next(iter(config.get("architectures") or ()), "")).endswith(CLASSIFIER)
+
+
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sequence classifier's labels, in the order of its logits; none of a causal LM."""
+    if not is_classifier(config):
+        return ()
+    names = config.get("id2label") or range(config.get("num_labels") or 2)
+    by_number = dict(names) if isinstance(names, Mapping) else {i: f"LABEL_{i}" for i in names}
+    return tuple(str(by_number[key]) for key in sorted(by_number, key=int))
+
+
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the names of transformers' sequence classifiers."""
+
+
 def first_position(config: Mapping[str, Any]) -> int:
     """Return the position of a sequence's first token: 0, or in RoBERTa the one after padding's.
 
@@ -348,16 +450,23 @@ def first_position(config: Mapping[str, Any]) -> int:
 
 _COUNTING = (
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-    "xlm-roberta-xl",
+    "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 
 
 def short_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that LongRoPE rotates by its short factors; None without it.
+    """Return the longest sequence of models that compute longer ones otherwise; None of others.
 
-    Beyond it, transformers rotates all tokens of a step by the long factors, also those whose keys
-    it has cached otherwise.
+    Beyond it, LongRoPE rotates all tokens of a step by the long factors, also those whose keys
+    transformers has cached otherwise; and an indexer chooses the tokens of sparse attention.
     """
+    for name in ("index_topk", "keep_window_size"):
+        if config.get(name):
+            return int(config[name])
+    if config.get("attention_type") == "block_sparse":
+        return (5 + 2 * int(config["num_random_blocks"])) * int(config["block_size"])
+    if config.get("index_topk_blocks"):
+        return int(config["index_topk_blocks"]) * int(config["index_block_size"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for parameters in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
         if "short_factor" in parameters:

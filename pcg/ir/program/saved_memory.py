@@ -11,9 +11,11 @@ only once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Protocol
 
 import sympy
@@ -23,6 +25,7 @@ from pcg.ir.analysis.storages import TOKENS_OF_BATCH, Storage, Storages
 from pcg.ir.graph import Attribute, Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.attention import BLOCK_BYTES
+from pcg.ir.operators.recurrent import state_bytes
 from pcg.ir.program.program import ModelGraph, TrainingGraph
 from pcg.ir.types import CONTEXT, TOKENS, TensorType, parts_of_tokens, tensor
 
@@ -79,44 +82,66 @@ class SavedMemory:
 def saved_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
     """Return the memory that training a model with bypass networks saves under a plan."""
     saved = [_saved_storages(model.blocks[p.block], p) for p in plan.plans]
-    keeps_output = [
-        Storages.of(p.forward)[model.blocks[p.block].outputs[0]] in storages
-        for p, storages in zip(plan.plans, saved, strict=True)
-    ]
-    sizes: dict[tuple[int, bool], sympy.Expr] = {}
+    sizes: dict[tuple[int, frozenset[int]], sympy.Expr] = {}
     layers: list[sympy.Expr] = []
-    saved_before = False
+    before: frozenset[int] = frozenset()  # the inputs of a layer that an earlier layer saves
     for layer, index in enumerate(plan.layers):
-        without_input = saved_before or layer in plan.restored
-        key = (index, without_input)
-        block = model.blocks[plan.plans[index].block]
+        known = before | {0} if layer in plan.restored else before
+        key, forward = (index, known), plan.plans[index].forward
+        block, storages = model.blocks[plan.plans[index].block], Storages.of(forward)
+        left_out = {block.inputs[place].name for place in known}
         if key not in sizes:
-            left_out = block.inputs[0].name if without_input else None
             sizes[key] = sympy.Add(
-                *(s.size_bytes(TOKENS_OF_BATCH) for s in saved[index] if s.name != left_out)
+                *(s.size_bytes(TOKENS_OF_BATCH) for s in saved[index] if s.name not in left_out)
             )
         layers.append(sizes[key])
-        saved_before = keeps_output[index]
-    outside = [*_shared(model, plan), *_read_by_loss(model, skip_first=saved_before)]
+        kept = saved[index] | {storages[block.inputs[place].name] for place in before}
+        outputs = enumerate(block.outputs)
+        before = frozenset(place for place, name in outputs if storages[name] in kept)
+    outside = [*_shared(model, plan), *_read_by_loss(model, before)]
     return SavedMemory(tuple(layers), tuple(outside))
 
 
-def window_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
+def balanced_memory(model: ModelGraph, plan: Planned) -> SavedMemory:
+    """Return the memory that training saves if tokens choose all experts equally often.
+
+    Otherwise ranks with whole experts save other numbers of rows; `saved_memory` has the most.
+    """
+    saved = saved_memory(model, plan)
+    spared = [sympy.Add(*map(_spared, repeat(p.forward), p.forward.nodes)) for p in plan.plans]
+    sizes = zip(saved.layers, plan.layers, strict=True)
+    return SavedMemory(tuple(size - spared[index] for size, index in sizes), saved.outside)
+
+
+def _spared(graph: Graph, node: Node) -> sympy.Expr:
+    """Return the bytes of packed rows that no token needs if all experts are chosen equally."""
+    if node.op != "pack_rows":
+        return sympy.Integer(0)
+    rows = graph.types[node.inputs[0]].size_bytes / node.attribute("parts")
+    return (node.output.type.size_bytes - rows).subs(TOKENS, TOKENS_OF_BATCH)
+
+
+def window_memory(model: ModelGraph, plan: Planned, ends: int = 0) -> SavedMemory:
     """Return the memory that sequences save window by window, before the first window's backward.
 
     The loss leaves its gradients at the last layer's outputs, and no logits; keys and values are in
     the KV cache, where the plan reads them (`pcg.passes.graphs.gradients`). Sizes are those of all
     windows together, for any division of sequences.
+
+    Args:
+        ends: the number of windows that end within a sequence, and keep its recurrent states there.
     """
     outside = [*_shared(model, plan), *_gradients_of_loss(model)]
-    return SavedMemory(saved_memory(model, plan).layers, tuple(outside))
+    layers = zip(saved_memory(model, plan).layers, plan.layers, strict=True)
+    sizes = (saved + ends * state_bytes(model.blocks[plan.plans[i].block]) for saved, i in layers)
+    return SavedMemory(tuple(sizes), tuple(outside))
 
 
 def outside_bytes(model: ModelGraph, shared: Iterable[str], tokens: int) -> int:
     """Return the most bytes saved outside the layers: shared inputs, and the loss's inputs."""
     types = {v.name: v.type for block in model.blocks for v in block.inputs}
     rows = [types[name] for name in dict.fromkeys(shared)]
-    rows += [row.type for row in _read_by_loss(model, skip_first=False)]
+    rows += [row.type for row in _read_by_loss(model)]
     return int(sympy.Add(*(type_.size_bytes.subs(TOKENS, tokens) for type_ in rows)))
 
 
@@ -144,10 +169,14 @@ def _shared(model: ModelGraph, plan: Planned) -> Iterable[OutsideTensor]:
         yield OutsideTensor(f"prologue.{name}", type_, tuple(texts), "all layers share it")
 
 
-def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTensor]:
-    """Yield the last layer's outputs, until the loss has read them, and the targets."""
-    carried = model.epilogue.inputs[: len(model.blocks[0].outputs)]
-    values = [(v.name, v.type) for v in carried[int(skip_first) :]]
+def _read_by_loss(model: ModelGraph, saved: Collection[int] = ()) -> Iterable[OutsideTensor]:
+    """Yield the last layer's outputs, until the loss has read them, and the targets.
+
+    Args:
+        saved: the outputs that a layer saves, by their places.
+    """
+    carried = enumerate(model.epilogue.inputs[: len(model.blocks[0].outputs)])
+    values = [(v.name, v.type) for place, v in carried if place not in saved]
     values.append(("targets", tensor("i64", *model.prologue.inputs[0].type.shape)))
     for name, type_ in values:
         yield OutsideTensor(f"epilogue.{name}", type_, ("cross_entropy",), "the loss reads it")
@@ -155,7 +184,7 @@ def _read_by_loss(model: ModelGraph, *, skip_first: bool) -> Iterable[OutsideTen
 
 def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
     """Yield the gradients that a window's loss leaves to the layers' backward, and its targets."""
-    for row in _read_by_loss(model, skip_first=False):
+    for row in _read_by_loss(model):
         name = row.tensor.removeprefix("epilogue.")
         if name == "targets":
             yield dataclasses.replace(row, reason="a window's are held until all went back")
@@ -171,9 +200,10 @@ def _gradients_of_loss(model: ModelGraph) -> Iterable[OutsideTensor]:
 class Transient:
     """The peak of bytes that a graph needs in addition to bytes counted elsewhere.
 
-    bytes = per_token · tokens + per_row · rows + fixed + min(per_pair · S², BLOCK_BYTES)
+    bytes = per_token · tokens + per_row · rows + fixed + pairs
 
-    with rows = ceil(tokens / parts) of a rank that holds a part of the tokens.
+    with rows = ceil(tokens / parts) of a rank that holds a part of the tokens, and pairs =
+    per_pair · S² of attention in a block, or else BLOCK_BYTES + per_key · S of sums over blocks.
     """
 
     per_token: int
@@ -181,16 +211,25 @@ class Transient:
     per_pair: int = 0
     per_row: int = 0
     parts: int = 1
+    per_key: int = 0
 
     def size_bytes(self, tokens: int, seq: int) -> int:
         rows = -(-tokens // self.parts)
-        per_pair = min(self.per_pair * seq**2, BLOCK_BYTES)
-        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
+        pairs = self.per_pair * seq**2
+        if pairs > BLOCK_BYTES:
+            pairs = BLOCK_BYTES + self.per_key * seq
+        return self.per_token * tokens + self.per_row * rows + self.fixed + pairs
 
     def formula(self, tokens: sympy.Expr) -> sympy.Expr:
         rows = sympy.ceiling(sympy.sympify(tokens) / self.parts)
-        per_pair = sympy.Min(self.per_pair * CONTEXT**2, BLOCK_BYTES) if self.per_pair else 0
-        return self.per_token * tokens + self.per_row * rows + self.fixed + per_pair
+        pairs = sympy.Integer(0)
+        if self.per_pair:
+            in_blocks = BLOCK_BYTES + self.per_key * CONTEXT
+            longest = math.isqrt(BLOCK_BYTES // self.per_pair)
+            pairs = sympy.Piecewise(
+                (self.per_pair * CONTEXT**2, longest >= CONTEXT), (in_blocks, True)
+            )
+        return self.per_token * tokens + self.per_row * rows + self.fixed + pairs
 
 
 _CONTEXT_COPIES: Mapping[str, int] = {"attention": 2, "attention_backward": 3}
@@ -256,24 +295,28 @@ class Alive:
 
     def most(self, nodes: Sequence[Node], tokens: int, seq: int) -> Transient:
         """Return the most bytes alive at a node, for `tokens` in sequences of `seq`."""
-        last: dict[str, int] = {}
         moments = _moments(nodes)
+        first = {self._names[value.name]: 0 for value in self._graph.inputs}
+        last: dict[str, int] = {}
         for index, (node, reads) in enumerate(moments):
-            for name in (*reads, *(value.name for value in node.outputs)):
-                last[self._names[name]] = index
-        last.update((self._names[name], len(moments)) for name in self._graph.outputs)
-        alive = {self._names[value.name] for value in self._graph.inputs} & last.keys()
-        alive -= self._elsewhere
-        best = Transient(0, 0)
-        for index, (node, _) in enumerate(moments):
-            alive |= {self._names[value.name] for value in node.outputs} - self._elsewhere
-            *kernel, per_pair = self._kernels[node.name]
-            sizes = zip(kernel, *(self._sizes[name] for name in alive), strict=True)
-            per_token, fixed, per_row = map(sum, sizes)
-            now = Transient(per_token, fixed, per_pair, per_row, self._parts)
+            outputs = [self._names[value.name] for value in node.outputs]
+            for storage in outputs:
+                first.setdefault(storage, index)
+            last |= dict.fromkeys((*(self._names[name] for name in reads), *outputs), index)
+        last |= dict.fromkeys((self._names[name] for name in self._graph.outputs), len(moments))
+        changes = [[0, 0, 0] for _ in range(len(moments) + 2)]
+        for storage in last.keys() - self._elsewhere:
+            for kind, size in enumerate(self._sizes[storage]):
+                changes[first[storage]][kind] += size
+                changes[last[storage] + 1][kind] -= size
+        alive, best = [0, 0, 0], Transient(0, 0)
+        for (node, _), change in zip(moments, changes, strict=False):
+            alive = list(map(sum, zip(alive, change, strict=True)))
+            *kernel, per_pair, per_key = self._kernels[node.name]
+            per_token, fixed, per_row = map(sum, zip(alive, kernel, strict=True))
+            now = Transient(per_token, fixed, per_pair, per_row, self._parts, per_key)
             if now.size_bytes(tokens, seq) > best.size_bytes(tokens, seq):
                 best = now
-            alive = {name for name in alive if last[name] > index}
         return best
 
 
@@ -300,8 +343,8 @@ def _temporaries(
     attributes: tuple[tuple[str, Attribute], ...],
     parts: int,
     cp: int,
-) -> tuple[int, int, int, int]:
-    """Return a kernel's temporaries in bytes: per token, fixed, per row of a rank, per token pair.
+) -> tuple[int, int, int, int, int]:
+    """Return a kernel's temporaries: bytes per token, fixed, per row of a rank, pair and key.
 
     A rank's tokens pair with those of all `cp` ranks, as it gathers their keys and values.
     """
@@ -317,7 +360,19 @@ def _temporaries(
     # One token makes a row of a rank, and so do as many tokens as parts.
     per_token = (all_ranks - first) // (parts - 1) if parts > 1 else first - fixed
     per_row = first - fixed - per_token
-    return max(per_token, 0), max(fixed, 0), max(per_row, 0), cp * max(pair - fixed, 0)
+    per_pair = cp * max(pair - fixed, 0)
+    return max(per_token, 0), max(fixed, 0), max(per_row, 0), per_pair, _key_bytes(op, outputs)
+
+
+def _key_bytes(op: str, outputs: tuple[TensorType, ...]) -> int:
+    """Return the bytes a key of dq, dk and dv summed over blocks, and of a block's dk and dv.
+
+    A block's dk and dv are those of each head before those of each KV head.
+    """
+    if op not in ("attention_backward", "window_attention_backward", "latent_window_backward"):
+        return 0
+    (heads, size), (kv_heads, _), (_, value_size) = (type_.shape[1:] for type_ in outputs)
+    return int(4 * (heads * size + (heads + 2 * kv_heads) * (size + value_size)))
 
 
 def _sizes(storages: Storages, names: Iterable[str]) -> Mapping[str, tuple[int, int, int]]:

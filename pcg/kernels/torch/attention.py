@@ -269,7 +269,7 @@ def _decode(
         return False
     kv_heads, _, size = keys.shape
     (head, row, column), (v_head, v_row, _) = keys.stride(), values.stride()
-    groups = batch.decode_groups(scoring.window)
+    groups = batch.decode_groups(scoring.reach)
     if not groups:
         return True
     tokens = groups[0].tokens if len(groups) == 1 else torch.cat([group.tokens for group in groups])

@@ -40,6 +40,7 @@ class Scores(TypedDict, total=False):
 
     scale: Required[float]
     window: int
+    chunk: int
     softcap: float
     alibi: Tensor | None
     sinks: Tensor | None
@@ -51,9 +52,15 @@ class Scoring:
 
     scale: float
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     alibi: Tensor | None = None
     sinks: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """The tokens that a token sees at most; negative for a chunk, 0 for all."""
+        return self.window or -self.chunk
 
     def is_plain(self, q: Tensor, v: Tensor) -> bool:
         return not self.softcap and self.sinks is None and q.shape[-1] == v.shape[-1]
@@ -61,7 +68,7 @@ class Scoring:
     def bias(self, span: Span, q: Tensor) -> Tensor | None:
         """Return `mask`, or None for causal attention from position 0."""
         keys = span.context + span.length
-        is_cut = bool(span.context) or bool(self.window and keys > self.window)
+        is_cut = bool(span.context) or bool(self.reach and keys > abs(self.reach))
         return self.mask(span, q) if is_cut or self.alibi is not None else None
 
     def mask(self, span: Span, q: Tensor) -> Tensor:
@@ -72,6 +79,9 @@ class Scoring:
         if self.alibi is None:
             seen = torch.ones((1, span.length, keys), dtype=q.dtype, device=q.device)
             seen.tril_(span.context)
+            if self.chunk:
+                for start in range(span.context // self.chunk * self.chunk, keys, self.chunk):
+                    seen[:, max(start - span.context, 0) :, :start] = 0
             return (seen.triu_(first) if self.window else seen).log_().unsqueeze(0)
         key = torch.arange(keys, device=q.device)
         query = torch.arange(span.context, keys, device=q.device).unsqueeze(1)
@@ -80,6 +90,8 @@ class Scoring:
         bias.masked_fill_(key > query, float("-inf"))
         if self.window:
             bias.masked_fill_(key <= query - self.window, float("-inf"))
+        if self.chunk:
+            bias.masked_fill_(key < query - query % self.chunk, float("-inf"))
         return bias.unsqueeze(0)
 
 
@@ -92,7 +104,7 @@ def blocks_of(span: Span, q: Tensor, is_fused: bool, scoring: Scoring) -> list[S
     if is_fused:
         heads = 0 if scoring.alibi is None else q.shape[1]
         size = q.dtype.itemsize
-        pair_bytes = max(heads * max(6, 2 * size), size if scoring.window else 0)
+        pair_bytes = max(heads * max(6, 2 * size), size if scoring.reach else 0)
     if pair_bytes:
         row_bytes = pair_bytes * (span.context + span.length)
         rows = max(1, min(rows, BLOCK_BYTES // row_bytes))
@@ -272,7 +284,7 @@ def is_flash(q: Tensor, v: Tensor, scoring: Scoring, *, trains: bool) -> bool:
     size = q.shape[-1]
     if not has_flash(q) or q.dtype not in _DTYPES or scoring.alibi is not None:
         return False
-    if scoring.softcap or size != v.shape[-1] or size % 8 or size > _LARGEST_HEAD:
+    if scoring.softcap or scoring.chunk or size != v.shape[-1] or size % 8 or size > _LARGEST_HEAD:
         return False
     return not trains or size <= _LARGEST_TRAINED_HEAD or _capability(q) in _LARGE_MEMORY
 

@@ -141,17 +141,23 @@ def rope_interleaved_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rope_interleaved(dy, cos, swapped)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(logits)[target] of each token in fp32, 0 where the target is negative."""
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The smoothed loss of each token in fp32, 0 where the target is negative."""
     targets = targets.masked_fill(targets < 0, -100)
-    return F.cross_entropy(widened(logits), targets, ignore_index=-100, reduction="none")
+    return F.cross_entropy(
+        widened(logits), targets, ignore_index=-100, reduction="none", label_smoothing=smoothing
+    )
 
 
-def cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """dloss · (softmax(logits) - onehot(target)), in the dtype of the logits."""
+def cross_entropy_backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, smoothing: float = 0.0
+) -> Tensor:
+    """dloss · (softmax(logits) - smoothed target), in the dtype of the logits."""
     dlogits = torch.softmax(widened(logits), -1)
     rows = torch.arange(targets.shape[0], device=targets.device)
-    dlogits[rows, targets.clamp(min=0)] -= 1
+    dlogits[rows, targets.clamp(min=0)] -= 1 - smoothing
+    if smoothing:
+        dlogits -= smoothing / logits.shape[-1]
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 
@@ -166,25 +172,32 @@ def embedding_part(ids: Tensor, table: Tensor, batch: ProgramBatch) -> Tensor:
     return embedding(places, table).masked_fill_(~is_own.unsqueeze(-1), 0)
 
 
-def cross_entropy_part(logits: Tensor, targets: Tensor, batch: ProgramBatch) -> Tensor:
+def cross_entropy_part(
+    logits: Tensor, targets: Tensor, batch: ProgramBatch, smoothing: float = 0.0
+) -> Tensor:
     """Return each token's loss in fp32 from the rank's part of the logits; 0 without a target."""
     wide = widened(logits)
     places, is_own = _own_places(targets, logits.shape[-1], batch)
     picked = wide.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
+    if smoothing:
+        of_all = wide.sum(-1) * (smoothing / (logits.shape[-1] * batch.ranks.size))
+        picked = (1 - smoothing) * picked + of_all
     picked = batch.ranks.all_reduce(picked)
     return (_log_sum_exp(wide, batch) - picked).masked_fill(targets < 0, 0)
 
 
 def cross_entropy_part_backward(
-    dloss: Tensor, logits: Tensor, targets: Tensor, batch: ProgramBatch
+    dloss: Tensor, logits: Tensor, targets: Tensor, batch: ProgramBatch, smoothing: float = 0.0
 ) -> Tensor:
-    """dloss · (softmax(logits) - onehot(target)) of the rank's part."""
+    """dloss · (softmax(logits) - smoothed target) of the rank's part."""
     wide = widened(logits)
     places, is_own = _own_places(targets, logits.shape[-1], batch)
     dlogits = torch.sub(wide, _log_sum_exp(wide, batch).unsqueeze(-1)).exp_()
     del wide  # before there is a copy in the dtype of the logits
     rows = torch.arange(targets.shape[0], device=targets.device)
-    dlogits[rows, places] -= is_own.to(dlogits.dtype)
+    dlogits[rows, places] -= is_own.to(dlogits.dtype) * (1 - smoothing)
+    if smoothing:
+        dlogits -= smoothing / (logits.shape[-1] * batch.ranks.size)
     return dlogits.mul_((dloss * (targets >= 0)).unsqueeze(-1)).to(logits.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -131,6 +131,36 @@ def _bias_add(y: Tensor, bias: Any, base: Tensor | None) -> Tensor:
     rows = y[bias.segments.start : bias.segments.stop]
     rows.copy_(rows + delta.repeat_interleave(sizes, 0))
     return y
+
+
+def replaced(
+    y: Tensor, x: Tensor, weights: Any, bias: Tensor | None = None, *, function: str, offset: bool
+) -> Tensor:
+    """Return y with the results of `function` in rows of adapters with weights; written over."""
+    for of_width in by_width(weights):
+        for rows, weight in _own_rows(of_width):
+            if function == "embedding":
+                y[rows] = F.embedding(x[rows], weight)
+                continue
+            x_rows = x[rows].to(weight.dtype)
+            if function == "linear":
+                result = F.linear(x_rows, weight)
+            else:
+                result = x_rows * (weight + 1.0 if offset else weight)
+            y[rows] = result if bias is None else result + bias
+    return y
+
+
+def _own_rows(weights: Any) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each adapter that has a weight, and the weight."""
+    if weights.segments is None:
+        yield slice(None), weights.weight
+        return
+    start = weights.segments.start
+    for count, weight in zip(weights.segments.sizes, weights.weights, strict=True):
+        if weight is not None and count:
+            yield slice(start, start + count), weight
+        start += count
 
 
 def sum_tokens(dz: Tensor, bias: Any = None) -> Tensor:

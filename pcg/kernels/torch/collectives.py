@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
 from pcg.peft.weights import AdapterWeight
-from pcg.ranks.group import PendingCollective, Ranks
-from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank
+from pcg.ranks.group import PendingCollective, Ranks, RowsToAll
+from pcg.ranks.step_parts import gathered_rows, placed_rows, rows_of_rank, shard_rows
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,85 @@ def all_gathers(
 
     sent = _joined(tensor for tensor, _ in present.values())
     return Exchange(batch.ranks, "all_gather", sent, joined)
+
+
+@Collective
+def dispatched(x: Tensor, indices: Tensor, experts: int, batch: ProgramBatch) -> Exchange:
+    """All tokens' rows, where the rank's experts are chosen; zeros elsewhere."""
+    routes = _routes(indices, x.dim() == 3, experts, batch.ranks)
+    shape = len(indices), *x.shape[1:]
+
+    def placed(came: Tensor) -> Tensor:
+        whole = came.new_zeros(len(routes.chosen), *came.shape[1:])
+        whole[routes.here] = came
+        return whole.view(shape)
+
+    rows = RowsToAll(routes.rows_of(x)[routes.own], routes.own_counts, routes.here_counts)
+    return Exchange(batch.ranks, "all_to_all", rows, placed)
+
+
+@Collective
+def collected(x: Tensor, indices: Tensor, experts: int, batch: ProgramBatch) -> Exchange:
+    """The rank's tokens' rows: sums of the rows of the ranks with their experts."""
+    routes = _routes(indices, x.dim() == 3, experts, batch.ranks)
+    tokens = shard_rows(len(indices), batch.ranks.size)
+    shape = tokens, *x.shape[1:]
+
+    def summed(came: Tensor) -> Tensor:
+        part = came.new_zeros(len(routes.chosen) // len(indices) * tokens, *came.shape[1:])
+        pieces = zip(
+            routes.own.split(routes.own_counts), came.split(routes.own_counts), strict=True
+        )
+        for places, piece in pieces:  # in the order of the ranks, as each row is there once
+            part[places] += piece
+        return part.view(shape)
+
+    rows = RowsToAll(routes.rows_of(x)[routes.here], routes.here_counts, routes.own_counts)
+    return Exchange(batch.ranks, "all_to_all", rows, summed)
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """The rows that ranks exchange: of tokens [T], or of their choices [T k].
+
+    Attributes:
+        chosen: True if a row is that of a rank's expert, [rows, n].
+        own: rows of this rank's tokens that ranks have, a rank after another, from its first token.
+        here: rows of all tokens that are those of this rank's experts.
+        own_counts: the number of `own` for each rank.
+        here_counts: the number of `here` of each rank's tokens.
+    """
+
+    chosen: Tensor
+    own: Tensor
+    here: Tensor
+    own_counts: list[int]
+    here_counts: list[int]
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if x.dim() == 3 else x
+
+
+def _routes(indices: Tensor, are_choices: bool, experts: int, ranks: Ranks) -> _Routes:
+    """Return the routes of rows; they are kept with the indices, which nobody writes."""
+    kept: dict[bool, _Routes] = indices.__dict__.setdefault("pcg_routes", {})
+    if are_choices not in kept:
+        owners = indices // experts
+        by_rank = torch.arange(ranks.size, device=indices.device)
+        chosen = owners.unsqueeze(-1) == by_rank
+        chosen = chosen.flatten(0, 1) if are_choices else chosen.any(1)
+        count = len(chosen) // len(indices) * shard_rows(len(indices), ranks.size)
+        here = chosen[:, ranks.rank]
+        parts = torch.nn.functional.pad(here, (0, ranks.size * count - len(here)))
+        rows_of_rank = chosen[ranks.rank * count : (ranks.rank + 1) * count]
+        kept[are_choices] = _Routes(
+            chosen,
+            rows_of_rank.t().nonzero()[:, 1],
+            here.nonzero()[:, 0],
+            rows_of_rank.sum(0).tolist(),
+            parts.view(ranks.size, count).sum(1).tolist(),
+        )
+    return kept[are_choices]
 
 
 def placed_part(

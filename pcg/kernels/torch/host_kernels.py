@@ -106,7 +106,7 @@ def attend_single_tokens(
             return False
         turning = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
     slopes, sinks = _of_heads(scoring.alibi), _of_heads(scoring.sinks)
-    rows = batch.decode_rows(scoring.window)
+    rows = batch.decode_rows(scoring.reach)
     numbers = array(
         "q",
         (

@@ -16,7 +16,7 @@ Source: DeepSeek-V2 §2.1 (absorbed products).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
@@ -24,8 +24,11 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pcg.kernels.batch import ProgramBatch, Span
+from pcg.kernels.devices import uploaded_list
+from pcg.kernels.sizes import PAGE_TOKENS
 from pcg.kernels.torch.attention import attend_spans, attention, window_backward
 from pcg.kernels.torch.attention_math import Scoring, lse_dtype
 from pcg.kernels.torch.host_kernels import attend_single_tokens
@@ -148,7 +151,11 @@ def latent_attention(
         keys, values = (torch.cat(each) for each in zip(*parts, strict=True))
         return attention(batch, q, keys, values, scale=scale)
     cache, _ = cached
-    batch.append(rows.unsqueeze(1), rows[:, None][:, :0, :0])
+    if _is_paged(cache):
+        assert batch.rows is not None
+        cache[_places(batch.rows)] = rows
+    else:
+        batch.append(rows.unsqueeze(1), rows[:, None][:, :0, :0])
     scoring = Scoring(scale)
     out = q.new_empty((*q.shape[:2], value_size))
     kept = q.new_empty(q.shape[:2], dtype=lse_dtype(q)) if batch.keeps else None
@@ -194,7 +201,42 @@ def _seen(
 
 def _rows(batch: ProgramBatch, span: Span, cache: Tensor) -> Tensor:
     rows = batch.seen(span)
+    if _is_paged(cache):
+        return cache[_places(_numbers(rows, cache.device))]
     return cache[0, rows] if isinstance(rows, slice) else cache[0].index_select(0, rows)
+
+
+def _is_paged(cache: Tensor) -> bool:
+    """Return whether a cache is [pages, 1, PAGE_TOKENS, N + R], and not [1, rows, N + R]."""
+    return cache.dim() == 4
+
+
+def _places(rows: Tensor) -> tuple[Tensor, int, Tensor]:
+    """Return the index of rows in a paged cache."""
+    return rows // PAGE_TOKENS, 0, rows % PAGE_TOKENS
+
+
+def _numbers(rows: slice | Tensor, device: torch.device) -> Tensor:
+    if isinstance(rows, slice):
+        return torch.arange(rows.start, rows.stop, device=device)
+    return rows
+
+
+_MOST_GATHERED = 2**26
+"""Numbers of latents that decoding gathers at a time."""
+
+
+def _groups(spans: Sequence[Span], width: int) -> Iterator[list[Span]]:
+    """Yield spans by their lengths, as many as `_MOST_GATHERED` allows after padding."""
+    group: list[Span] = []
+    for span in sorted(spans, key=lambda span: -span.context):
+        most = (group[0] if group else span).context + 1
+        if group and (len(group) + 1) * most * width > _MOST_GATHERED:
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
 
 
 def _decode(
@@ -219,10 +261,19 @@ def _decode(
     if len(tokens) < len(q):
         places = q.new_empty((*q.shape[:2], queries.shape[2]))
         places[tokens] = queries
-    if not attend_single_tokens(batch, places, (cache, cache[..., :size]), sums, scoring):
-        for span in singles:
-            rows = _rows(batch, span, cache).to(lse_dtype(q))
-            scores = places[span.start].to(rows.dtype) @ rows.t() * scoring.scale
-            sums[span.start] = scores.softmax(-1) @ rows[:, :size]
+    pair = cache, cache[..., :size]
+    if _is_paged(cache) or not attend_single_tokens(batch, places, pair, sums, scoring):
+        for group in _groups(singles, cache.shape[-1]):
+            seen = [_numbers(batch.seen(span), cache.device) for span in group]
+            ends = uploaded_list([span.context + 1 for span in group], torch.int64, cache.device)
+            rows = pad_sequence(seen, batch_first=True)
+            later = torch.arange(rows.shape[1], device=cache.device) >= ends[:, None]
+            rows = torch.where(later, rows[:, :1], rows)  # others' rows may hold NaN
+            latents = cache[_places(rows)] if _is_paged(cache) else cache[0, rows]
+            latents = latents.to(lse_dtype(q))
+            starts = [span.start for span in group]
+            scores = places[starts].to(latents.dtype) @ latents.mT * scoring.scale
+            scores = scores.masked_fill(later[:, None], float("-inf"))
+            sums[starts] = (scores.softmax(-1) @ latents[..., :size]).to(sums.dtype)
     chosen = sums if len(tokens) == len(q) else sums[tokens]
     out[tokens] = expansion.values(chosen, tokens)

@@ -52,6 +52,26 @@ def shrink(x: Tensor, a: Any) -> Any:
     return _segmented_product(x, weight, segments)
 
 
+def embedding_shrink(ids: Tensor, a: Any, *, by_row: bool = False) -> Any:
+    """Return s = A[:, ids]ᵀ: [T] to [T, r]; each token by its adapter, as `shrink`.
+
+    With `by_row`, which training has alone, A is [V, r].
+    """
+    if a is None:
+        return None
+    if isinstance(a, tuple):
+        return tuple(embedding_shrink(ids, of_width) for of_width in a)
+    segments, weight = a.segments, a.weight
+    if segments is None:
+        return F.embedding(ids, weight if by_row else weight.t())
+    ids, count = ids[segments.start : segments.stop], weight.shape[0]
+    adapters = torch.arange(count, device=ids.device)
+    if segments.is_batched:
+        return weight[adapters.unsqueeze(1), ids.view(count, segments.size)]
+    sizes = torch.tensor(segments.sizes, device=ids.device)
+    return weight[adapters.repeat_interleave(sizes, output_size=len(ids)), ids]
+
+
 def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     """Return y + scale · s Bᵀ: [T, out], in y's dtype; may be written over y."""
     if s is None or b is None:
@@ -114,6 +134,15 @@ def expand_backward(dz: Tensor, b: Any) -> Tensor:
 def outer(ds: Tensor, x: Tensor) -> Tensor:
     """dA = dsᵀ x."""
     return ds.t() @ x.to(ds.dtype)
+
+
+def embedding_outer(
+    ds: Tensor, ids: Tensor, a: AdapterWeight, padding: int, *, by_row: bool = False
+) -> Tensor:
+    """dA of embedding_shrink, of A's shape; 0 for the id of padding, if that is not -1."""
+    size = a.weight.shape[0 if by_row else 1]
+    rows: Tensor = torch.ops.aten.embedding_dense_backward(ds, ids, size, padding, False)
+    return rows if by_row else rows.t()
 
 
 def scaled_outer(dz: Tensor, s: Tensor, b: Any) -> Tensor:

@@ -30,6 +30,7 @@ from pcg.kernels.torch.bypass import (
     bias_add,
     dropout,
     inner,
+    replaced,
     scale,
     sum_tokens,
     virtual_tokens,
@@ -41,6 +42,8 @@ from pcg.kernels.torch.collectives import (
     all_gathers,
     all_reduce,
     all_reduces,
+    collected,
+    dispatched,
     own_part,
     placed_part,
     reduce_scatter,
@@ -54,7 +57,10 @@ from pcg.kernels.torch.experts import (
     expert_scaled_outer,
     expert_shrink,
     expert_shrink_backward,
+    pack_rows,
+    part_of_rank,
     routed_topk,
+    unpack_rows,
 )
 from pcg.kernels.torch.input_gradient import product_backward
 from pcg.kernels.torch.latent_attention import latent_attention, latent_window_backward
@@ -63,6 +69,8 @@ from pcg.kernels.torch.lora import (
     column_factor,
     column_norm,
     column_norm_part,
+    embedding_outer,
+    embedding_shrink,
     expand_add,
     expand_add_part,
     expand_backward,

@@ -17,8 +17,10 @@ Source: Mamba-2 (arXiv:2405.21060), gated delta networks (arXiv:2412.06464).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -152,8 +154,10 @@ def recurrence(
     v: Tensor,
     decay: Tensor,
     beta: Tensor | None = None,
+    *,
+    library: str | None = None,
 ) -> Tensor:
-    """Compute the operator of that name, [T, H, V]."""
+    """Compute the operator of that name, [T, H, V]; `library` is that of several tokens."""
     inputs = (q, k, v, decay, *(() if beta is None else (beta,)))
     slots = _slots(batch, number)
     if slots is not None:
@@ -164,7 +168,7 @@ def recurrence(
     out = torch.empty_like(v)
     for group in _groups(batch):
         parts = [_part(x, group) for x in inputs]
-        o, after = _scan(parts, states[group.sequences])
+        o, after = _scan(parts, states[group.sequences], library)
         out[group.tokens] = o.flatten(0, 1).to(out.dtype)
         states[group.sequences] = after
     if batch.states is not None:
@@ -175,7 +179,8 @@ def recurrence(
                 place, end = end, batch.spans[index].start + tokens
                 if place < end:
                     group = _Group(end - place, slice(index, index + 1), slice(place, end))
-                    o, state = _scan([_part(x, group) for x in inputs], state)
+                    parts = [_part(x, group) for x in inputs]
+                    o, state = _scan(parts, state, library)
                     out[place:end] = o[0].to(out.dtype)
                 if slot is not None:
                     batch.states.keep(batch.layer, number, slot, state)
@@ -199,7 +204,7 @@ def _snapshots(states: SequenceStates) -> dict[int, list[tuple[int, int]]]:
 
 
 def recurrence_backward(
-    batch: ProgramBatch, number: int, do: Tensor, *inputs: Tensor
+    batch: ProgramBatch, number: int, do: Tensor, *inputs: Tensor, library: str | None = None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a recurrence's inputs, from do and the inputs."""
     states = _states(batch, number, *inputs[1:3])
@@ -211,7 +216,7 @@ def recurrence_backward(
         parts = [_part(x, group).requires_grad_() for x in inputs]
         before = states[group.sequences].detach().requires_grad_()
         with torch.enable_grad():
-            o, after = _scan(parts, before)
+            o, after = _scan(parts, before, library)
         sums = (_part(do, group), dstates[group.sequences])
         *of_parts, dbefore = torch.autograd.grad([o, after], [*parts, before], sums)
         for gradient, part in zip(gradients, of_parts, strict=True):
@@ -262,12 +267,20 @@ def _groups(batch: ProgramBatch) -> Sequence[_Group]:
     return once(batch.known, "groups of recurrences", make)
 
 
-def _scan(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o [n, m, H, V] and the states after, of inputs [n, m, …] and states [n, H, K, V]."""
+def _scan(inputs: Sequence[Tensor], state: Tensor, library: str | None) -> tuple[Tensor, Tensor]:
+    """Return o [n, m, H, V] and the states after, of inputs [n, m, …] and states [n, H, K, V].
+
+    A library multiplies in bfloat16.
+    """
     q, k, v, decay, *betas = inputs
     shared = v.shape[2] // k.shape[2]
     if shared > 1:
         q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
+    if library is not None and v.shape[1] > 1:
+        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+        options = {"scale": 1.0, "initial_state": state, "output_final_state": True}
+        o, after = _kernel(decay.dim() == 4, bool(betas))(q, k, v, decay, *betas, **options)
+        return o.to(decay.dtype), after
     rest = [x.transpose(1, 2) for x in (q, k, v, decay, *betas)]
     size = CHUNK if decay.dim() == 3 else CHANNEL_CHUNK
     outs = []
@@ -276,6 +289,16 @@ def _scan(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         outs.append(o)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     return out.transpose(1, 2), state
+
+
+@functools.cache
+def _kernel(by_channel: bool, has_beta: bool) -> Any:
+    """Return flash-linear-attention's function of a recurrence (0.5: fla/ops/*/chunk.py)."""
+    if by_channel:
+        return import_module("fla.ops.kda").chunk_kda
+    if has_beta:
+        return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return import_module("fla.ops.simple_gla").chunk_simple_gla
 
 
 def _cut(inputs: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:

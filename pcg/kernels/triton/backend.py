@@ -42,8 +42,22 @@ class BackendChoice:
 
 
 def machine_device(asked: str | torch.device | None = None) -> torch.device:
-    """Return the requested device; else the GPU if the machine has one, else the CPU."""
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return the requested device; else the GPU if the machine has one, else the CPU.
+
+    Raises:
+        UnsupportedError: torch does not know the device, or cannot use it.
+    """
+    if not asked:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=asked).device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+        usable = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        fix = f"use {' or '.join(usable)}"
+        if str(asked).startswith("cuda") and torch.version.cuda is None:
+            fix += ", or install a CUDA build of torch (https://pytorch.org/get-started/locally)"
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedError(f"the device {asked} cannot be used ({reason}); {fix}") from error
 
 
 def choose_backend(
@@ -60,8 +74,8 @@ def choose_backend(
     """
     if asked == "triton" and importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
-            "backend='triton' needs the package triton, which exists for Linux alone; install "
-            "it, or use backend='torch'"
+            "backend='triton' needs the package triton, which exists for Linux alone: pip install "
+            "'pcg[gpu]', or use backend='torch'"
         )
     if asked != "auto":
         return BackendChoice(asked, "it was asked for")

@@ -19,6 +19,7 @@ from pcg.kernels.triton.adapters.dispatch import (
     add_lora,
     bias_add,
     expand_add,
+    lora_linear,
     scale,
     shrink,
 )

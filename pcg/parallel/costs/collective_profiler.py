@@ -111,9 +111,11 @@ def _calls(
     part: Tensor, whole: Tensor, degree: int, group: dist.ProcessGroup | None
 ) -> dict[str, Callable[[], Any]]:
     parts, output, most = list(whole.chunk(degree)), torch.empty_like(part), dist.ReduceOp.MAX
+    other = torch.empty_like(whole)
     return {
         "all_gather": lambda: dist.all_gather(parts, part, group),
         "all_reduce": lambda: dist.all_reduce(whole, most, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter(output, parts, most, group),
     }
 

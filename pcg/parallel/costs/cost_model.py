@@ -4,6 +4,7 @@
     all_reduce    2 (n - 1) (α + size / (n β))                             a ring, n ranks
     all_gather      (n - 1) (α + size / (n β))
     reduce_scatter  (n - 1) (α + size / (n β))
+    all_to_all      (n - 1) (α + size / (n β))
 
 A data sheet's peaks are those of its vendor times the shares in `accelerators.ASSUMED`; a profile
 (`device_profile`) has the seconds of measured shapes, and the roofline between them. An unknown
@@ -14,16 +15,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pcg.errors import CostModelError
 from pcg.ir.graph import Graph, Node
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Types
-from pcg.ir.operators.collectives import Collective
+from pcg.ir.operators.collectives import Collective, Dispatched, exchanged
 from pcg.parallel.costs.accelerators import ASSUMED, Achieved, DeviceSheet, Link, link_between
 from pcg.parallel.costs.work import Work, is_free, size_bytes, works_of
 
-_ROUNDS = {"all_gather": 1, "all_reduce": 2, "reduce_scatter": 1}
+_ROUNDS = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 
 
 class CostModel(ABC):
@@ -68,9 +70,10 @@ class CostModel(ABC):
         return self._known[key]
 
     def collective_seconds(self, kind: str, size_bytes: int, degree: int) -> float:
-        """Return the seconds of an all_reduce, all_gather or reduce_scatter; 0 for one rank.
+        """Return the seconds of one of the collectives above; 0 for one rank.
 
-        `size_bytes` is the size of the summed tensor, or of the gathered whole.
+        `size_bytes` is the size of the summed tensor, of the gathered whole, or of all that a rank
+        sends in an all_to_all, its own part included.
 
         Raises:
             CostModelError: no link is known, or no such collective.
@@ -193,5 +196,8 @@ def message_of(node: Node, inputs: Types, outputs: Types) -> tuple[str, Types] |
     entry = operator(node.op)
     if not isinstance(entry, Collective) or not entry.rounds:
         return None
+    if isinstance(entry, Dispatched):
+        degree = cast("int", node.attribute("degree"))
+        return "all_to_all", (exchanged(inputs[0], inputs[1].features[-1], degree),)
     kind = "all_gather" if node.op == "gathered_copy" else node.op.removesuffix("s")
     return kind, inputs if kind == "reduce_scatter" else outputs

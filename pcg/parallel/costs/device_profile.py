@@ -31,7 +31,7 @@ from pcg.parallel.costs.cost_model import CostModel, ring_seconds, roofline_seco
 from pcg.parallel.costs.work import Work
 from pcg.units import shown
 
-FORMAT = 1
+FORMAT = 2
 """The file's format version; other versions are refused."""
 
 NEAREST = 4

@@ -24,7 +24,7 @@ import sympy
 
 from pcg.ir.analysis.builder import Builder
 from pcg.ir.graph import Attribute, Graph, Node, Value
-from pcg.ir.layouts import Layout, Sharding, local_type, partitioned
+from pcg.ir.layouts import Layout, Sharding, local_type, partitioned, parts_of_experts
 from pcg.ir.operators import operator
 from pcg.ir.operators.base import Attributes, Gradient, Types
 from pcg.ir.operators.collectives import FLOPS_PER_BYTE
@@ -96,7 +96,7 @@ class ByteCosts(LayerCosts):
             return 0.0
         types, outputs = graph.types_of(node)
         flops = entry.flops(types, outputs, dict(node.attributes))
-        is_sharded = any(layout.dim for layout in rule.inputs)
+        is_sharded = any(layout.cuts(self.degree) for layout in rule.inputs)
         return _number(flops, self.tokens) * (1 if is_sharded else self.degree)
 
     def send(self, kind: str, *types: TensorType) -> float:
@@ -127,11 +127,12 @@ class DeviceCosts(LayerCosts):
 
     def node(self, node: Node, graph: Graph, rule: Sharding, needs: tuple[bool, ...]) -> float:
         ins, outs = map(self._held, graph.types_of(node), (rule.inputs, rule.outputs))
-        key = (rule.op or node.op, ins, outs, node.attributes, needs)
+        parts = parts_of_experts(rule.inputs, self.degree)
+        key = (rule.op or node.op, ins, outs, node.attributes, needs, parts)
         if key not in self._known:
-            attributes = operator(key[0]).local_attributes(dict(node.attributes), outs)
+            attributes = operator(key[0]).local_attributes(dict(node.attributes), outs, parts)
             seconds = self._seconds(key[0], ins, outs, attributes)
-            if any(needs):
+            if any(needs) and outs[0].is_float:
                 local = backward_of(key[0], ins, outs, attributes, needs)
                 seconds += sum(self._node_seconds(local, local_node) for local_node in local.nodes)
             self._known[key] = seconds
@@ -167,7 +168,7 @@ class DeviceCosts(LayerCosts):
 
 
 def ring_bytes(kind: str, size: int, degree: int) -> int:
-    """Bytes that a rank sends in a ring: `all_reduce` 2 (n - 1) / n, the others (n - 1) / n."""
+    """Bytes that a rank sends: in an `all_reduce` 2 (n - 1) / n, in others (n - 1) / n."""
     return (2 if kind == "all_reduce" else 1) * size * (degree - 1) // degree
 
 

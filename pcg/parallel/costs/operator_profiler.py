@@ -75,6 +75,7 @@ def cases(grid: Grid, dtype: str, adapter_dtype: str) -> Iterator[Case]:
         for shape in (_elementwise, _shapes, _norms, _heads, _recurrent, _base_products):
             yield from shape(width, dtype)
         yield from _vocabulary(width, grid.vocabulary, dtype)
+        yield from _own_vocabulary(width, grid.vocabulary, dtype, adapter_dtype)
         yield from _vectors(width, dtype, adapter_dtype)
         for rank in grid.ranks:
             yield from _low_rank(width, rank, dtype, adapter_dtype)
@@ -213,6 +214,23 @@ def _vocabulary(width: int, size: int, dtype: str) -> Iterator[Case]:
         yield Case(f"embedding{part}", (table, ids), {})
         yield Case(f"cross_entropy{part}", (logits, ids), {})
         yield Case(f"cross_entropy{part}_backward", (loss, logits, ids), {})
+
+
+def _own_vocabulary(width: int, size: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:
+    x, ids, table = _flat(dtype, width), tensor("i64", TOKENS), tensor(adapter_dtype, size, width)
+    down, s = tensor(adapter_dtype, 16, size), _flat(adapter_dtype, 16)
+    by_row: Attributes = {"by_row": True}
+    rows = _flat(adapter_dtype, width)
+    for row, weight, attributes in ((s, down, {}), (rows, table, by_row)):
+        yield Case("embedding_shrink", (ids, weight), attributes, (1,))
+        yield Case("embedding_outer", (row, ids, weight), attributes, (2,))
+    vector = tensor(adapter_dtype, width)
+    for function, operands in (
+        ("linear", (_flat(dtype, size), x, table)),
+        ("embedding", (x, ids, table)),
+        ("scale", (x, x, vector)),
+    ):
+        yield Case("replaced", operands, {"function": function, "offset": False}, (2,))
 
 
 def _vectors(width: int, dtype: str, adapter_dtype: str) -> Iterator[Case]:

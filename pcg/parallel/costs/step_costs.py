@@ -120,6 +120,8 @@ class StepShape:
     def seen(self, window: int) -> tuple[int, int]:
         """Return `cached` and `pairs` of attention to a window of keys; 0 for all keys.
 
+        A negative window is the size of chunks of positions, within which tokens attend.
+
         Raises:
             CostModelError: the chunks of the step are not known.
         """
@@ -132,10 +134,21 @@ class StepShape:
             )
         cached = pairs = 0
         for count, context in self.spans:
+            if window < 0:
+                cached += context % -window + count
+                pairs += _pairs_in_chunks(context + count, -window)
+                pairs -= _pairs_in_chunks(context, -window)
+                continue
             cached += min(context + count, window + count - 1)
             short = min(max(window - context, 0), count)  # tokens that see all earlier tokens
             pairs += short * context + short * (short + 1) // 2 + (count - short) * window
         return cached, pairs
+
+
+def _pairs_in_chunks(tokens: int, size: int) -> int:
+    """Return the pairs of tokens and keys from a sequence's start, in chunks of a size."""
+    whole, rest = divmod(tokens, size)
+    return whole * size * (size + 1) // 2 + rest * (rest + 1) // 2
 
 
 class StepCosts(Protocol):
@@ -313,7 +326,9 @@ class GraphSeconds:
         elif is_free(node.op):
             pass
         elif "window" in attributes:
-            window = int(str(attributes.get("window") or 0))
+            window = int(str(attributes.get("window") or 0)) or -int(
+                str(attributes.get("chunk", 0))
+            )
             self._attention.append((window, _attention(node.op, ins, outs, attributes)))
         elif is_open:
             for op, inputs, outputs, part_attributes in parts_of(node.op, ins, outs, attributes):

@@ -34,7 +34,7 @@ OPEN_RANK = 16
 _NAMED = {"activate": "function", "gelu": "approximate", "rope": "style"}
 """Operators with the name of the attribute that chooses their kernel."""
 _FLAGS = ("alibi", "sinks", "softcap", "window")
-"""Attributes of attention that choose the kernel if they are not 0."""
+"""Attributes of attention that choose the kernel if they are not 0; a chunk is one of windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ def kernel_of(op: str, attributes: Attributes) -> str:
     """Return the operator's name, with the attributes that choose another kernel."""
     family = op.removesuffix("_backward")
     if family == "attention":
-        return "+".join([op, *(flag for flag in _FLAGS if attributes.get(flag))])
+        flags = {**attributes, "window": attributes.get("window") or attributes.get("chunk")}
+        return "+".join([op, *(flag for flag in _FLAGS if flags.get(flag))])
     if family in _NAMED:
         return f"{op}+{attributes[_NAMED[family]]}"
     return op
@@ -136,6 +137,10 @@ def parts_of(
             part = whole.with_shape((*whole.shape[:-1], b.shape[0]))
             degree = int(whole.shape[-1]) // int(b.shape[0])
             yield "expand_add", (part, s, b), (part,), {}
+            yield "placed_part", (part,), (whole,), {"dim": -1, "degree": degree}
+        case "pack_rows" | "unpack_rows":
+            whole, degree = (inputs if op == "pack_rows" else outputs)[0], attributes["parts"]
+            part = whole.with_features(whole.features[0], -(-whole.features[1] // degree))
             yield "placed_part", (part,), (whole,), {"dim": -1, "degree": degree}
         case "window_attention_backward":
             kept = {k: v for k, v in attributes.items() if k not in ("kv_heads", "value_size")}

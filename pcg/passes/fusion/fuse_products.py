@@ -26,6 +26,7 @@ from itertools import takewhile
 
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Node
+from pcg.kernels.sizes import ROW_ALIGNMENT
 from pcg.passes.graphs.pass_base import GraphPass
 
 # ------------------------------------------------------------------------------------- fuse linears
@@ -37,7 +38,7 @@ class FuseLinears(GraphPass):
     name = "fuse_linears"
 
     def run(self, before: Graph) -> Graph:
-        groups: dict[tuple[str, int, bool], list[Node]] = {}
+        groups: dict[tuple[str, int, bool, bool], list[Node]] = {}
         # A weight that two products read is not joined.
         products = Counter(node.inputs[1] for node in before.nodes if node.op == "linear")
         for node in before.nodes:
@@ -48,7 +49,9 @@ class FuseLinears(GraphPass):
             ):
                 # Quantized weights and float ones are multiplied by different functions.
                 is_quantized = before.types[node.inputs[1]].dtype in FORMATS
-                key = node.inputs[0], len(node.inputs), is_quantized
+                # Kernels load the parts of a joined row 16 bytes at a time.
+                is_aligned = node.output.type.features[-1] % ROW_ALIGNMENT == 0
+                key = node.inputs[0], len(node.inputs), is_quantized, is_aligned
                 groups.setdefault(key, []).append(node)
         joined = {nodes[0].name: _joined(nodes) for nodes in groups.values() if len(nodes) > 1}
         dropped = {node.name for nodes in groups.values() for node in nodes[1:]}
@@ -147,7 +150,7 @@ class FuseLoss(GraphPass):
     def run(self, before: Graph) -> Graph:
         by_op = {node.op: node for node in reversed(before.nodes)}
         loss, back = by_op.get("cross_entropy"), by_op.get("cross_entropy_backward")
-        if loss is None:
+        if loss is None or loss.get("smoothing"):  # which the kernel of the loss has not
             return before
         logits, targets = loss.inputs
         *factors, head = _chain(before, logits, ("mul", "div", "tanh"))

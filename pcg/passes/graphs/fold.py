@@ -65,7 +65,8 @@ class _Folder:
     def __init__(self, graph: Graph, layers_path: str) -> None:
         self.layers_path = layers_path
         self._pattern = re.compile(re.escape(layers_path) + r"\.(\d+)(?:\.(.*))?$")
-        self.graph, self._turned = _with_turned(graph, layers_path)
+        self.graph = graph
+        self.graph, self._turned = _with_turned(self._with_idle_layers(), layers_path)
         outer = {p.name for p in graph.parameters if not p.source.startswith(f"{layers_path}.")}
         constant = self._depend_on(set(), "constant") | outer
         self._positional = self._depend_on({"position_ids"}, "constant") | (
@@ -77,7 +78,70 @@ class _Folder:
         if not self._count:
             raise TraceError(f"no node of the graph comes from a layer of {layers_path}")
         self._region = self._find_regions()
+        self._copies = self._copy_inputs()
         self._check_sequences()
+
+    def _with_idle_layers(self) -> Graph:
+        """Give layers that compute nothing a view of their input, as of images without an image.
+
+        The first layer and the last are not idle.
+        """
+        graph, alike = self.graph, self._depend_on({"position_ids"}, "constant", "frozen")
+        matches = ((node, self._pattern.match(node.scope)) for node in graph.nodes)
+        layer_of = {
+            value.name: int(match[1]) for node, match in matches if match for value in node.outputs
+        }
+        present = set(layer_of.values())
+        for idle in sorted({*range(1, max(present, default=0))} - present):
+            readers = (node for node in graph.nodes if layer_of.get(node.name, idle) > idle)
+            names = [name for node in readers for name in node.inputs]
+            handed = {n for n in names if layer_of.get(n) == idle - 1 and n not in alike}
+            if len(handed) != 1:
+                return graph  # it is refused by name
+            (name,) = handed
+            builder = Builder.extending(graph.replace(nodes=(), outputs=()))
+            builder.reserved, passed = graph.types, name
+            for node in graph.nodes:
+                inputs = tuple(passed if each == name else each for each in node.inputs)
+                builder.append(node.changed(inputs=inputs, attributes={}))
+                if node is graph.producers[name]:
+                    shape, scope = (-1, *graph.types[name].features), f"{self.layers_path}.{idle}"
+                    passed = builder.add("reshape", [name], shape=shape, scope=scope)
+                    layer_of[passed] = idle
+            graph = graph.replace(nodes=tuple(builder.nodes))
+        return graph
+
+    def _copy_inputs(self) -> list[str]:
+        """Copy what the first layer and later ones read, as Zamba's embeddings; return the copies.
+
+        Layers hand on a copy, so that gradients flow in a chain.
+        """
+        readers: dict[str, set[int]] = {}
+        for node in self.graph.nodes:
+            for name in node.inputs:
+                readers.setdefault(name, set()).add(self._region[node.name])
+        read = (name for name, regions in readers.items() if 0 in regions and max(regions) > 0)
+        of_tokens = self._depend_on({"input_ids"}, "constant", "frozen")
+        copied = {
+            name
+            for name in read
+            if name in of_tokens
+            and name not in self._weights | self._positional
+            and self.graph.types[name].is_float
+            and self._region.get(name) == PROLOGUE
+        }
+        builder = Builder.extending(self.graph.replace(nodes=(), outputs=()))
+        builder.reserved, copies = self.graph.types, dict[str, str]()
+        for node in self.graph.nodes:
+            is_later = self._region[node.name] > 0
+            inputs = tuple(copies.get(n, n) if is_later else n for n in node.inputs)
+            builder.append(node.changed(inputs=inputs, attributes={}))
+            for value in node.outputs:
+                if value.name in copied:  # not a view, which is the same value
+                    copies[value.name] = builder.add("sub", [value.name], scalar=0)
+        self.graph = self.graph.replace(nodes=tuple(builder.nodes))
+        self._region |= dict.fromkeys(copies.values(), PROLOGUE)
+        return list(copies.values())
 
     def _check_sequences(self) -> None:
         """Refuse a model that needs more than one KV cache entry per layer, or states elsewhere."""
@@ -172,7 +236,8 @@ class _Folder:
         self, prologue: list[Node], reads: Sequence[Sequence[str]], carried: list[list[str]]
     ) -> None:
         """Carry turned slices, and values of layers to others than the next, through all layers."""
-        for names in self._turned:
+        everywhere = ([name] * len(carried) for name in self._copies)
+        for names in (*self._turned, *everywhere):
             for names_of_region, name in zip(carried, names, strict=True):
                 names_of_region[:] = [*(n for n in names_of_region if n != name), name]
         far = dict.fromkeys(
@@ -183,22 +248,46 @@ class _Folder:
         )
         # What the next layer alone reads, as shared keys, is no hidden state by its type.
         hidden = [self.graph.types[name] for name in min(carried[1:], key=len)]
-        for names in carried[1:]:
-            if len(names) > len(hidden):
-                far.update((n, None) for n in names if self.graph.types[n] not in hidden)
+        others = [
+            [n for n in names if len(names) > len(hidden) and self.graph.types[n] not in hidden]
+            for names in carried[1:]
+        ]
+        chain = self._chain(others)
+        if not chain:
+            far.update((n, None) for names in others for n in names)
         builder = Builder.extending(self.graph)
-        for number, name in enumerate(far):
+
+        def before_all(number: int, name: str) -> str:
             # No layer reads what is carried before; equal values would be merged.
-            made_by, type_ = self._region_of(name), self.graph.types[name]
+            type_ = self.graph.types[name]
             before = builder.add("cast", ["position_ids"], dtype=type_.dtype)
             before = builder.add("mul", [before], scalar=number)
             before = builder.add("reshape", [before], shape=(-1,) + (1,) * len(type_.features))
-            before = builder.add("expand", [before], shape=(-1, *type_.features))
+            return builder.add("expand", [before], shape=(-1, *type_.features))
+
+        if chain:
+            handed = before_all(len(far), chain[0]), *chain, chain[-1]
+            for names, name in zip(carried, handed, strict=True):
+                names[:] = [*(n for n in names if n != name), name]
+        for number, name in enumerate(far):
+            made_by, before = self._region_of(name), before_all(number, name)
             for region, names in enumerate(carried):
                 here = name if region > made_by else before
                 names[:] = [*(n for n in names if n != here), here]
         prologue += builder.nodes[len(self.graph.nodes) :]
         self.graph = self.graph.replace(nodes=tuple(builder.nodes))
+
+    def _chain(self, others: Sequence[Sequence[str]]) -> list[str]:
+        """Return what each layer but the last hands on to the next beside hidden states, if all do.
+
+        Zaya's router has states of the layer before.
+        """
+        *between, last = others
+        names = [name for names in between for name in names]
+        regions = [self._region_of(name) for name in names]
+        types = {self.graph.types[name] for name in names}
+        is_chain = len(names) > 1 and regions == list(range(len(between))) and len(types) == 1
+        return names if is_chain and not last else []
 
     def _depend_on(self, inputs: set[str], *roles: str) -> set[str]:
         """Return the values that depend only on these inputs and on parameters of these roles."""

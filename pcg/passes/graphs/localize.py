@@ -10,12 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from pcg.ir.graph import Graph, Node, Parameter, Value
-from pcg.ir.layouts import WHOLE, layout_of, local_type, whole_type
+from pcg.ir.layouts import WHOLE, layout_of, local_type, parts_of_experts, whole_type
 from pcg.ir.operators import operator
 from pcg.passes.graphs.pass_base import GraphPass
 
 _COLLECTIVES = {
+    "collect": "collected",
     "combine": "all_gather",
+    "dispatch": "dispatched",
     "gather": "gathered_copy",
     "partition": "own_part",
     "place": "placed_part",
@@ -36,7 +38,7 @@ class Localize(GraphPass):
         return before.replace(
             inputs=tuple(map(self._value, before.inputs)),
             parameters=tuple(map(self._parameter, before.parameters)),
-            nodes=tuple(map(self._node, before.nodes)),
+            nodes=tuple(self._node(node, before) for node in before.nodes),
         )
 
     def _value(self, whole: Value) -> Value:
@@ -50,16 +52,20 @@ class Localize(GraphPass):
         value = self._value(whole.value)
         return dataclasses.replace(whole, value=value, part=part, degree=self.degree)
 
-    def _node(self, node: Node) -> Node:
+    def _node(self, node: Node, graph: Graph) -> Node:
         outputs = tuple(map(self._value, node.outputs))
         attributes = dict(node.attributes)
         if "dim" in attributes and node.op in _COLLECTIVES:
             attributes["degree"] = self.degree
-            if node.op != "scatter" and _is_of_tokens(node):
+            if "experts" in attributes:
+                del attributes["dim"]
+            elif node.op != "scatter" and _is_of_tokens(node):
                 attributes["tokens"] = True
         else:
             types = tuple(output.type for output in outputs)
-            attributes = dict(operator(node.op).local_attributes(attributes, types))
+            weights = graph.parameters_by_name.keys() & node.inputs
+            parts = parts_of_experts((layout_of(graph.types[n]) for n in weights), self.degree)
+            attributes = dict(operator(node.op).local_attributes(attributes, types, parts))
         op, pairs = _COLLECTIVES.get(node.op, node.op), tuple(sorted(attributes.items()))
         return Node(op, node.inputs, outputs, pairs, node.scope)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import cast
 
@@ -23,18 +24,25 @@ from pcg.ir.types import TensorType
 from pcg.passes.graphs.pass_base import GraphPass
 
 
+@dataclass(frozen=True)
 class SplitFusedProjections(GraphPass):
-    """Replace slices of fused products by products of slices of their weights."""
+    """Replace slices of fused products by products of slices of their weights.
+
+    Attributes:
+        keeps_experts: True to keep the products of experts, of which ranks have whole ones.
+    """
 
     name = "split_fused_projections"
+    keeps_experts: bool = False
 
     def run(self, before: Graph) -> Graph:
-        return numbered_states(_Splitter(before).run())
+        return numbered_states(_Splitter(before, self.keeps_experts).run())
 
 
 class _Splitter:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, keeps_experts: bool) -> None:
         self.graph = graph
+        self.keeps_experts = keeps_experts
         self.builder = Builder(graph.name)
         self.builder.reserved = graph.types
 
@@ -87,8 +95,10 @@ class _Splitter:
         node = self.graph.producers.get(name)
         if node is None or len(node.outputs) > 1:
             return None
-        output = node.output.type
-        if not node.op.startswith("expert_") and output.is_token_wise and len(output.dims) != 2:
+        output, is_of_experts = node.output.type, node.op.startswith("expert_")
+        if is_of_experts and self.keeps_experts:
+            return None
+        if not is_of_experts and output.is_token_wise and len(output.dims) != 2:
             return None
         types = tuple(self.graph.types[other] for other in node.inputs)
         dims = operator(node.op).dims_behind(types, output, dict(node.attributes), _dim(output))
@@ -138,4 +148,5 @@ def rows_of(parameter: Parameter, start: int, stop: int) -> Parameter:
         parameter.source,
         parameter.transposed,
         rows=(first + start, first + stop),
+        experts=parameter.experts,
     )

@@ -1,11 +1,19 @@
-"""Forwards that save values, and backwards that recompute the others."""
+"""Forwards that save values, and backwards that recompute the others.
+
+Rows of choices are zeros but for those of a rank's experts, of which the rank saves the rows alone:
+
+    forward    y = expert_linear(x, e, W)     p = pack_rows(y, e), which is saved
+    backward   y = unpack_rows(p, e)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from pcg.ir.analysis.builder import Builder
-from pcg.ir.graph import Graph, Value
+from pcg.ir.graph import Graph, Node, Value
 from pcg.ir.operators.collectives import OwnPart, TakenPart
 from pcg.ir.program.interfaces import gradient_name
 from pcg.ir.program.program import TrainingGraph
@@ -23,30 +31,56 @@ def plan_layer(kind: LayerKind, saved: tuple[str, ...], name: str) -> TrainingGr
     graph = gradients.graph
     if not gradients.backward.outputs:
         return TrainingGraph(kind.block, graph.replace(name=f"{name}_forward"), None, (), ())
-    backward = _recomputing(gradients, {*saved, *kind.shared}, f"{name}_backward")
+    packs = _packs(graph, saved)
+    backward = _recomputing(gradients, {*saved, *kind.shared}, f"{name}_backward", packs)
     available = {value.name for value in backward.inputs}
     inputs = tuple(v.name for v in graph.inputs if v.name in available)
-    made_values = tuple(n for n in saved if n in available and n not in inputs)
+    names = (packs[n].name if n in packs else n for n in saved)
+    made_values = tuple(n for n in names if n in available and n not in inputs)
     # A rank's saved part is a copy, so that the whole tensor can be freed.
     parts = {OwnPart.name, TakenPart.name}
-    nodes = tuple(
-        node.changed(attributes={"kept": True})
-        if node.name in made_values and node.op in parts
-        else node
-        for node in graph.nodes
-    )
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        is_part = node.name in made_values and node.op in parts
+        nodes.append(node.changed(attributes={"kept": True}) if is_part else node)
+        nodes += [packs[node.name]] if node.name in packs else []
     forward = graph.replace(
-        name=f"{name}_forward", nodes=nodes, outputs=(*graph.outputs, *made_values)
+        name=f"{name}_forward", nodes=tuple(nodes), outputs=(*graph.outputs, *made_values)
     )
     saves = (*inputs, *made_values)
     trained = kind.gradients.trained
     return TrainingGraph(kind.block, forward.without_dead_code(), backward, saves, trained)
 
 
-def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
+def _packs(graph: Graph, saved: Sequence[str]) -> dict[str, Node]:
+    """Return the nodes that pack saved rows of a rank's experts, by the rows' names.
+
+    Rows of ranks of LoRA stay as they are, as they have few columns.
+    """
+    builder, rows = Builder.extending(graph), dict[str, Node]()
+    for node in graph.nodes:
+        parts, is_linear = node.get("parts"), node.op == "expert_linear"
+        adds_to_rows = node.op == "expert_expand_add" and node.inputs[0] in rows
+        if parts is None or not (is_linear or adds_to_rows):
+            continue
+        inputs = node.name, node.inputs[1 if is_linear else 2]
+        weight = graph.types[node.inputs[2]]
+        experts = weight.features[0] if is_linear else node.attribute("experts")
+        name = f"{node.name}_rows"
+        builder.add("pack_rows", inputs, name=name, scope=node.scope, experts=experts, parts=parts)
+        rows[node.name] = builder.nodes[-1]
+    return {name: node for name, node in rows.items() if name in saved}
+
+
+def _recomputing(
+    gradients: Differentiated,
+    kept: set[str],
+    name: str,
+    packs: Mapping[str, Node] = MappingProxyType({}),
+) -> Graph:
     """Insert the nodes of backward's missing inputs, each directly before its first reader.
 
-    This minimizes the lifetime of recomputed values.
+    This minimizes the lifetime of recomputed values. `packs` pack values that are kept.
     """
     graph, plain = gradients.graph, uncompressed(gradients, kept)
     types = graph.types
@@ -62,6 +96,12 @@ def _recomputing(gradients: Differentiated, kept: set[str], name: str) -> Graph:
             return
         if wanted in parameters:
             builder.parameter(parameters[wanted])
+        elif wanted in packs:
+            pack = packs[wanted]
+            indices, values = pack.inputs[1], (Value(wanted, types[wanted]),)
+            provide(indices)
+            inputs = builder.input(pack.name, pack.output.type), indices
+            builder.append(replace(pack, op="unpack_rows", inputs=inputs, outputs=values))
         elif wanted in kept or wanted not in graph.producers:
             builder.input(wanted, types[wanted])
         else:

@@ -7,6 +7,8 @@ for a step of the optimizer, and how shards are gathered to the whole:
     =    replicated   the sum of the ranks' g     any rank's
     |d   partitioned  g                           the shards concatenated along d
     |d   c copies     the sum of c ranks' g       every c-th rank's, concatenated along d
+    ~d   of experts   g                           the experts of all ranks' shards, in their order
+    ~d|e shared       g                           parts along e of ranks in a row, then as of ~d
 
 |g|² = Σ_{-, =} |g|² + Σ_ranks Σ_{|d} |g|² / c
 
@@ -33,7 +35,7 @@ from pcg.ir.program.program import ModelGraph, python_name
 from pcg.peft.adapter import Adapter
 from pcg.peft.weights import AdapterWeight
 from pcg.ranks.group import SINGLE_RANK, Ranks, united
-from pcg.ranks.shards import Ranges, part_of, ranges_of, shard_of
+from pcg.ranks.shards import Ranges, joined_shards, part_of, ranges_of, shard_of
 
 _Parts: TypeAlias = Sequence[Tensor]
 
@@ -224,7 +226,7 @@ class AdapterShards:
         for name, value in values.items():
             path, parameter = self._parameters[name]
             parts = everywhere.get(name)
-            whole = value if parts is None else torch.cat(parts, parameter.part.dim)
+            whole = value if parts is None else joined_shards(parts, parameter)
             by_path.setdefault(path, []).append((parameter.rows or (0, 0), whole))
         return {
             path: torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])

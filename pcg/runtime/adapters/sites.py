@@ -152,13 +152,13 @@ def model_sources(model: ModelGraph) -> frozenset[str]:
 def served_sources(adapter: Adapter) -> frozenset[str]:
     """Return the sources of the parameters that a program needs to serve an adapter."""
     served = _joined((path, w.served) for path, w in adapter.weights.items())
-    return served | _bias_sources(adapter)
+    return served | {*adapter.replaced}
 
 
 def trained_sources(adapter: Adapter) -> frozenset[str]:
     """Return the sources of the parameters that a program needs to train an adapter."""
     trained = _joined((path, w.parameters) for path, w in adapter.weights.items())
-    return trained | {*adapter.shared} | _bias_sources(adapter)
+    return trained | {*adapter.shared} | {*adapter.replaced}
 
 
 def _joined(kinds_by_path: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str]:
@@ -167,7 +167,3 @@ def _joined(kinds_by_path: Iterable[tuple[str, Iterable[str]]]) -> frozenset[str
         for path, kinds in kinds_by_path
         for kind in kinds
     )
-
-
-def _bias_sources(adapter: Adapter) -> frozenset[str]:
-    return frozenset(f"{path}.bias" for path in adapter.biases)

@@ -20,14 +20,21 @@ from torch import Tensor
 
 from pcg.errors import AdapterError
 from pcg.ir.graph import Parameter
-from pcg.kernels.batch import JoinedLora, LoraRun, SegmentedWeight, Segments
+from pcg.ir.types import State
+from pcg.kernels.batch import JoinedLora, LoraRun, OwnWeights, SegmentedWeight, Segments
 from pcg.kernels.sgmv import is_native
 from pcg.peft.adapter import Adapter
 from pcg.peft.method import Shape
 from pcg.peft.registry import parameter_kind
 from pcg.peft.weights import Around, ModuleWeights
 from pcg.ranks.group import Ranks
-from pcg.ranks.shards import has_zeros, is_sharded, part_of
+from pcg.ranks.shards import (
+    has_zeros,
+    is_sharded,
+    part_of,
+    part_of_experts,
+    shared_part_of,
+)
 from pcg.runtime.adapters.sites import GraphSites, LoraModule
 
 
@@ -45,9 +52,9 @@ class ServedWeights:
         The path ends in the parameter's kind. The result is None for a missing weight.
         """
         module, _, kind = path.rpartition(".")
-        if kind == "bias":
-            bias = adapter.biases.get(module)
-            return None if bias is None else bias.unsqueeze(0)
+        if path in adapter.replaced:
+            tensor = adapter.replaced[path]
+            return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor
         weights = adapter.weights.get(module)
         make = None if weights is None else weights.served.get(kind)
         if weights is None or make is None:
@@ -155,7 +162,13 @@ class WeightStacker:
             shard = shard.narrow(dim, start, stop - start)
         if parameter.part.dim:
             dim = _sharded_dim(parameter)
-            shard = shard.narrow(dim, *part_of(parameter, shard.shape[dim], self.ranks))
+            if parameter.part.state is State.ROUTED:
+                shard = part_of_experts(shard, dim, parameter, self.ranks)
+            else:
+                shard = shard.narrow(dim, *part_of(parameter, shard.shape[dim], self.ranks))
+        if parameter.part.part:
+            dim = _stack_dim(parameter, parameter.part.part)
+            shard = shard.narrow(dim, *shared_part_of(parameter, shard.shape[dim], self.ranks))
         if has_zeros(parameter, self.ranks):
             return torch.zeros_like(shard)
         # Copy, to free the stack of whole weights.
@@ -173,7 +186,7 @@ class WeightStacker:
         """Return the inner size of `part` for an adapter's rank or width."""
         size = -(-size // self.ranks.size) * self.ranks.size
         is_split = _sharded_dim(parameter) in _open_dims(parameter)
-        return size // self.ranks.size if is_split else size
+        return size // (self.ranks.size // parameter.part.sharers) if is_split else size
 
     def write(
         self, view: Tensor | None, adapter: Adapter, parameter: Parameter, layer: int
@@ -211,7 +224,8 @@ class WeightStacker:
         if view is not None:
             for dim in _open_dims(parameter):
                 is_split = dim == _sharded_dim(parameter)
-                least[dim] = view.shape[dim] * (self.ranks.size if is_split else 1)
+                parts = self.ranks.size // parameter.part.sharers
+                least[dim] = view.shape[dim] * (parts if is_split else 1)
         return least[0], least[1]
 
 
@@ -255,7 +269,8 @@ def stack_sites(
     """Stack the adapters' weights at each site of a layer, by attribute."""
     stacks: dict[str, StackedWeight] = {}
     for name, parameter in sites.single:
-        stacks[name] = _StackedParameter(adapters, parameter, layer, stacker)
+        kind = _OwnStack if parameter.source.endswith(".weight") else _StackedParameter
+        stacks[name] = kind(adapters, parameter, layer, stacker)
     for site in sites.joined:
         stacks[site.name] = _StackedLora(adapters, site.modules, layer, stacker)
     return stacks
@@ -294,6 +309,38 @@ class _StackedParameter:
         weight = self._stack[slots]
         weight = weight.transpose(1, 2) if self._is_a else weight
         return SegmentedWeight(weight, segments, tuple(self._present[slots]))
+
+
+class _OwnStack:
+    """Weights that replace the base's, without padding, as each may be as large as the head."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter | None],
+        parameter: Parameter,
+        layer: int,
+        stacker: WeightStacker,
+    ) -> None:
+        self._parameter = parameter
+        self._slots: list[Tensor | None] = [None] * len(adapters)
+        for slot, adapter in enumerate(adapters):
+            if adapter is not None:
+                self.put(slot, adapter, layer, stacker)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._slots if weight is not None)
+
+    def put(self, slot: int, adapter: Adapter, layer: int, stacker: WeightStacker) -> bool:
+        part = stacker.part(adapter, self._parameter, layer)
+        dtype = stacker.lora_dtype
+        # A copy, as training changes the adapter's own tensor.
+        self._slots[slot] = None if part is None else part.to(stacker.device, dtype, copy=True)
+        return True
+
+    def bound(self, slots: slice, segments: Segments) -> OwnWeights | None:
+        weights = tuple(self._slots[slots])
+        return OwnWeights(weights, segments) if any(w is not None for w in weights) else None
 
 
 JOINED_BYTES = 2**20
@@ -409,7 +456,7 @@ class _StackedLora:
         )
 
 
-StackedWeight: TypeAlias = _StackedParameter | _StackedLora
+StackedWeight: TypeAlias = _StackedParameter | _OwnStack | _StackedLora
 _LoraRuns: TypeAlias = tuple[LoraRun, ...]
 
 _CUT = 32

@@ -6,9 +6,11 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
+from importlib import import_module
 from itertools import count as counter
 from itertools import islice
 
+from pcg.errors import GenerationError
 from pcg.options import PolicyName
 from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.admission.policy import Chunks, Line, Policy
@@ -191,3 +193,26 @@ POLICIES: dict[PolicyName, Callable[[], Policy]] = {
     "adapter-clustering": AdapterClustering,
     "early-abort": EarlyAbort,
 }
+
+
+def policy_named(name: str) -> Callable[[], Policy]:
+    """Return a policy of `POLICIES`, or a class that a user wrote, as MODULE:CLASS.
+
+    Raises:
+        GenerationError: no such policy.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon and name in POLICIES:
+        return POLICIES[name]
+    try:
+        policy = getattr(import_module(module), attribute) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise GenerationError(
+            f"policy={name!r}: {error}; add the module's folder to PYTHONPATH, or correct the name"
+        ) from error
+    if not isinstance(policy, type) or not issubclass(policy, Policy):
+        raise GenerationError(
+            f"policy={name!r}; use {', '.join(POLICIES)}, or MODULE:CLASS of a subclass of "
+            "pcg.runtime.admission.policy.Policy"
+        )
+    return policy

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
 from pcg.errors import DataError
-from pcg.units import shown
+from pcg.units import is_finite, shown
 from pcg.value_checks import check_padding
 
 IGNORED = -100
@@ -23,10 +23,14 @@ class Example:
     Attributes:
         ids: the tokens, a list or an array of ints.
         labels: the unshifted labels: `ids[i]`, or -100 if token i is not learned.
+        weight: the factor of the loss of its tokens.
+        is_desirable: the label of an output of KTO.
     """
 
     ids: Sequence[int]
     labels: Sequence[int]
+    weight: float = field(default=1.0, kw_only=True)
+    is_desirable: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("ids", "labels"):
@@ -36,7 +40,7 @@ class Example:
 
     def cut(self, length: int) -> Example:
         """Return an example of the first tokens, at most `length`."""
-        return Example(self.ids[:length], self.labels[:length])
+        return replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
     @property
     def targets(self) -> int:
@@ -61,17 +65,21 @@ class ModelSizes:
     """The sizes of a model, for checking examples.
 
     Attributes:
-        vocabulary: number of tokens of the model's vocabulary.
+        tokens: number of tokens that the model reads.
+        vocabulary: number of tokens, or labels, that it predicts.
         max_positions: number of positions; None without bound.
         routes: number of layers with experts, of the experts that a token chooses there, and of
             all experts of a layer.
         padding: the token to which the model gives no position; None without.
+        of_labels: an example's last token is a label, which takes none of the positions.
     """
 
+    tokens: int
     vocabulary: int
     max_positions: int | None
     routes: tuple[int, int, int] = (0, 0, 0)
     padding: int | None = None
+    of_labels: bool = False
 
 
 def check_example(example: object, place: str, sizes: ModelSizes) -> None:
@@ -83,17 +91,26 @@ def check_example(example: object, place: str, sizes: ModelSizes) -> None:
             f"{place} has {len(example.ids)} tokens and {len(example.labels)} labels; give each "
             f"token one, {IGNORED} where it is not learned"
         )
-    most = sizes.max_positions
-    if most is not None and len(example.ids) > most:
+    most, length = sizes.max_positions, len(example.ids) - sizes.of_labels
+    if most is not None and length > most:
         raise DataError(
-            f"{place} has {len(example.ids)} tokens, more than the model's {most} positions; cut "
+            f"{place} has {length} tokens, more than the model's {most} positions; cut "
             f"such examples with max_length={most}, or split them"
         )
+    check_weight(example.weight, place)
     if not example.targets:
         raise DataError(f"{place} has no token to learn; label at least one after the first")
-    _check_tokens(example.ids, place, sizes.vocabulary)
+    _check_tokens(example.ids, place, sizes.tokens)
     check_padding(example.ids, place, sizes.padding, DataError)
     _check_tokens(example.labels, place, sizes.vocabulary, IGNORED)
+
+
+def check_weight(weight: object, place: str) -> None:
+    """Refuse a weight that is no finite number above 0. DataError: names its place."""
+    if not is_finite(weight) or weight <= 0:  # type: ignore[operator]
+        raise DataError(
+            f"{place} has 'weight' {shown(weight)}; use a number above 0, or leave the row out"
+        )
 
 
 def _check_tokens(

@@ -8,11 +8,17 @@
     text               {"text"}, or a string                                all of it
 
 The format is the first of these with values for all its keys in the first row, and all rows must
-have that format; tokens are first, as rows may also contain their source text. Messages may have
-keys that exclude them from learning (`LEARNS`): "weight": 0, "train": false, "mask": true, ….
+have that format; tokens are first, as rows may also contain their source text. With the format set
+to chat, the texts of a prompt-completion or alpaca row are a user's message and the answer.
+Messages may have keys that exclude them from learning (`LEARNS`): "weight": 0, "train": false,
+"mask": true, ….
 
 `COLUMNS` has the other columns that change the meaning of a row in the libraries that define them.
 A format reads such a column or refuses it; all others, such as an id, are ignored.
+
+A sequence classifier learns rows of a text and its label, by name or number:
+
+    label    {"text", "label"}
 
 Rows of preferences have a prompt, a preferred output and another output:
 
@@ -27,13 +33,22 @@ ignored as in other formats, and a prompt under another name is refused.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pcg.errors import DataError
 from pcg.files import json_value
-from pcg.runtime.text.chat import Message, check_messages, kind_of, require_list, require_string
+from pcg.runtime.data.example import check_weight
+from pcg.runtime.text.chat import (
+    Message,
+    check_messages,
+    check_variables,
+    kind_of,
+    require_list,
+    require_string,
+)
 from pcg.units import shown
 
 _CALL = "function_call"
@@ -92,6 +107,8 @@ class TokenSample:
 
 
 Sample = TextSample | ChatSample | TokenSample
+FormattingFunc = Callable[[Mapping[str, Any]], Mapping[str, Any] | str]
+"""A function from a row of the data to a row of a known format, or to its text."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +151,15 @@ _OF_CHATS = Column("give the row as 'messages', or write it into the text")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA = Column("only text is learned; leave such rows out")
 _PACKED = "the row has several examples; give each a row of its own"
+WEIGHT = "weight"
+"""The column with the factor of the loss of a row's tokens."""
 _WEIGHT = Column(
-    "rows have no weights: leave a row out, or give it several times",
+    "preferences have no weights; for finetuning, give it as 'weight'",
     lambda value: isinstance(value, int | float) and value == 1,
 )
 _SEGMENTS = Column(_PACKED, lambda ids: len({*map(str, _each(ids))}) == 1)
 _BOUNDS = Column(_PACKED, lambda bounds: len(_each(bounds)) == 2)
-_DESIRED = "KTO is not there: keep the desired rows without it, or make pairs for DPO"
+_DESIRED = "train by pcg train kto, compile with labels=[…] to learn classes, or leave it out"
 _PREFERENCE = Column("train on preferences (pcg train dpo), or leave it out")
 _MASK = Column("give 'labels', -100 where it is 0")
 _SOFT = Column("distributions are not learned; leave it out to learn the tokens")
@@ -157,7 +176,7 @@ COLUMNS: Mapping[str, Column] = {
     **dict.fromkeys(("seq_idx", "segment_ids", "sequence_id"), _SEGMENTS),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), _BOUNDS),
     "token_type_ids": Column("only text is learned", lambda ids: not any(_each(ids))),
-    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), _WEIGHT),
+    **dict.fromkeys((WEIGHT, "weights", "sample_weight", "loss_weight"), _WEIGHT),
     # One of KTO is true or false; others are classes.
     "label": Column(_DESIRED, lambda label: _listed(label) not in (0, 1)),
     "kto_tag": Column(_DESIRED),
@@ -184,6 +203,10 @@ def detect(value: Any, where: str) -> Format:
         for format in FORMATS.values():
             if keys >= {*format.keys}:
                 return format
+    for outputs in (_TRL, _OPENAI):
+        if filled.issuperset(outputs):
+            have = " and ".join(map(repr, outputs))
+            raise DataError(f"{where}: a row with {have} is a preference; train by pcg train dpo")
     known = "; ".join(f"{f.name}: {' and '.join(map(repr, f.keys))}" for f in FORMATS.values())
     have = ", ".join(map(repr, value)) or "no keys"
     raise DataError(f"{where}: a row with {have} is of no known format ({known})")
@@ -199,6 +222,8 @@ def parse(format: Format, value: Any, where: str) -> Sample:
         return TextSample("", value)
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: the row is {kind_of(value)}; expected {_described(format)}")
+    if format.name == "chat" and "messages" not in value:
+        value = _with_messages(value)
     for key in format.keys:
         if key not in value:
             have = ", ".join(map(repr, value)) or "no keys"
@@ -206,8 +231,65 @@ def parse(format: Format, value: Any, where: str) -> Sample:
     if value.get("chosen") is not None and value["chosen"] == value.get("messages"):
         # A preference as data for finetuning, as of UltraFeedback.
         value = {key: item for key, item in value.items() if key not in ("chosen", "rejected")}
-    check_columns(value, (*format.keys, *format.reads), where, format.name)
+    check_columns(value, (*format.keys, *format.reads, WEIGHT), where, format.name)
     return format.parse(value, where)
+
+
+def parse_labelled(value: Any, labels: Sequence[str], where: str) -> tuple[str, int]:
+    """Return the text of a row and the number of its label, which has a name or that number.
+
+    Raises:
+        DataError: the row lacks one of them, or the classifier lacks the label.
+    """
+    if not isinstance(value, Mapping) or "text" not in value or "label" not in value:
+        have = ", ".join(map(repr, value)) if isinstance(value, Mapping) else kind_of(value)
+        raise DataError(
+            f"{where} has {have}; a sequence classifier learns rows of 'text' and 'label' "
+            "(columns=text=…,label=… names others)"
+        )
+    check_columns(value, ("label", WEIGHT), where, "label")
+    label = _listed(value["label"])
+    number = labels.index(label) if label in labels else label
+    if type(number) is not int or not 0 <= number < len(labels):
+        raise DataError(
+            f"{where} has the label {shown(label)}; the classifier's are {', '.join(labels)}, or "
+            f"0 to {len(labels) - 1}"
+        )
+    return require_string(value["text"], "'text'", where), number
+
+
+def rename_columns(
+    row: Mapping[str, Any], columns: Mapping[str, str], where: str
+) -> Mapping[str, Any]:
+    """Return a row with the names that formats read, from the names of `columns`.
+
+    Raises:
+        DataError: the row lacks a column.
+    """
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            have = ", ".join(map(repr, row)) or "no keys"
+            raise DataError(
+                f"{where} has no {theirs!r} (has {have}), which columns={ours}={theirs} names; "
+                "give null where the row has none"
+            )
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[theirs] for ours, theirs in columns.items()}
+
+
+def check_mapping(columns: Mapping[str, str], format: str = "auto") -> None:
+    """Refuse a name of no format, and a column that no format reads. DataError: names it."""
+    if format not in ("auto", *FORMATS):
+        raise DataError(f"unknown data format {format!r}; use auto, {', '.join(FORMATS)}")
+    known = sorted(READ_KEYS)
+    for ours, theirs in columns.items():
+        if ours not in known or not isinstance(theirs, str):
+            close = difflib.get_close_matches(str(ours), known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise DataError(
+                f"columns={shown({ours: theirs})}; {hint}give a name that pcg reads and the name "
+                "in the data, such as prompt=question,completion=answer"
+            )
 
 
 def check_columns(row: Mapping[str, Any], reads: Sequence[str], where: str, format: str) -> None:
@@ -220,6 +302,15 @@ def check_columns(row: Mapping[str, Any], reads: Sequence[str], where: str, form
                 f"{where} has {name!r} ({shown(value)}), which the {format} format does not read; "
                 f"{column.fix}"
             )
+
+
+def weight_of(value: Any, where: str) -> float:
+    """Return a row's weight, 1 without the column. DataError: it is no number above 0."""
+    weight = _listed(value.get(WEIGHT)) if isinstance(value, Mapping) else None
+    if weight is None:
+        return 1.0
+    check_weight(weight, where)
+    return float(weight)
 
 
 def _described(format: Format) -> str:
@@ -256,7 +347,7 @@ def _parse_alpaca(row: Mapping[str, Any], where: str) -> Sample:
 def _parse_prompt_completion(row: Mapping[str, Any], where: str) -> Sample:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        check_columns(row, (), where, "prompt-completion")
+        check_columns(row, (WEIGHT,), where, "prompt-completion")
         return TextSample(prompt, require_string(completion, "'completion'", where))
     if isinstance(prompt, list) and isinstance(completion, list):
         before = check_messages(prompt, "'prompt'", where)
@@ -270,6 +361,24 @@ def _parse_prompt_completion(row: Mapping[str, Any], where: str) -> Sample:
 
 def _parse_chat(row: Mapping[str, Any], where: str) -> Sample:
     return chat_sample(check_messages(row["messages"], "'messages'", where), 0, row, where)
+
+
+def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with the messages of its texts; the row itself if it has no such texts.
+
+    An alpaca row's input follows the instruction on a new line, as in LLaMA-Factory.
+    """
+    for asked, answered in (("prompt", "completion"), ("instruction", "output")):
+        context = row.get("input") or "" if asked == "instruction" else ""
+        texts = (row.get(asked), row.get(answered), context)
+        if all(isinstance(text, str) for text in texts):
+            content = f"{row[asked]}\n{context}" if context else row[asked]
+            messages = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": row[answered]},
+            ]
+            return {"messages": messages, **{k: row[k] for k in row if k not in (asked, answered)}}
+    return row
 
 
 def _parse_sharegpt(row: Mapping[str, Any], where: str) -> Sample:
@@ -356,12 +465,7 @@ def chat_sample(
     if tools not in (None, "") and not isinstance(tools, list):
         raise DataError(f"{where}: 'tools' is {kind_of(tools)}; expected a list of JSON schemas")
     variables = row.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping) or _RESERVED.intersection(variables):
-        raise DataError(
-            f"{where}: 'chat_template_kwargs' is {shown(variables)}; expected an object without "
-            f"{', '.join(sorted(_RESERVED))}"
-        )
-    variables = {name: value for name, value in variables.items() if value is not None}
+    variables = check_variables(variables, f"{where}: 'chat_template_kwargs'")
     return ChatSample(messages, tuple(learn), tools or None, variables)
 
 
@@ -418,7 +522,6 @@ UNREAD = {
 }
 """Unsupported keys that change the meaning of a message, with hints."""
 _SYSTEM = ("system", "system_prompt")
-_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template"))
 OF_CHATS = (*_SYSTEM, "tools", "chat_template_kwargs")
 """Columns that a chat reads."""
 FORMATS: Mapping[str, Format] = {
@@ -440,6 +543,20 @@ READ_KEYS = frozenset({"labels", "attention_mask", *PROMPTS, *COLUMNS}).union(
     *(format.keys for format in FORMATS.values())
 )
 """Keys of rows that some format reads or refuses; values of others may be anything."""
+
+
+def take_label(row: Any, where: str) -> tuple[Mapping[str, Any], bool]:
+    """Return a row of KTO without its label, and the label. DataError: the row has no label."""
+    if not isinstance(row, Mapping) or "label" not in row:
+        raise DataError(f"{where} is {shown(row)}; give it a 'label', true or false")
+    if weight_of(row, where) != 1:
+        raise DataError(
+            f"{where} has 'weight' {shown(row[WEIGHT])}; KTO has no weights of rows, leave it out"
+        )
+    label = row["label"].item() if hasattr(row["label"], "item") else row["label"]
+    if label not in (True, False):
+        raise DataError(f"{where} has 'label' {shown(label)}; use true for a desirable completion")
+    return {name: value for name, value in row.items() if name != "label"}, bool(label)
 
 
 Pair = tuple[Sample, Sample]

@@ -3,6 +3,9 @@
 The order of an epoch is a function of (seed, epoch), and a position is (epoch, index), so that a
 resumed job continues with the next batch of the interrupted job. Batches are token-flat, without
 padding: `max_tokens` bounds the sum of lengths.
+
+A mixture draws each example's source by probabilities. Without shuffling, the first epoch is that
+of `datasets.interleave_datasets`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,105 @@ from __future__ import annotations
 import random
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from pcg.errors import FinetuneError
 from pcg.runtime.data.example import Example
-from pcg.units import shown
+from pcg.units import is_finite, shown
+
+StoppingStrategy: TypeAlias = Literal["first_exhausted", "all_exhausted"]
+_LOT = 1000
+"""Number of draws per call of the generator, as of datasets, whose order depends on it."""
+
+
+def check_probabilities(probabilities: object, strategy: object) -> None:
+    """Refuse probabilities that are no numbers above 0, and a strategy without effect."""
+    if strategy not in get_args(StoppingStrategy):
+        raise FinetuneError(
+            f"stopping_strategy={shown(strategy)}; use one of "
+            f"{', '.join(get_args(StoppingStrategy))}"
+        )
+    if probabilities is None:
+        if strategy != "first_exhausted":
+            raise FinetuneError(
+                f"stopping_strategy={strategy!r} has no effect without probabilities; give them, "
+                "too"
+            )
+        return
+    if not (
+        isinstance(probabilities, tuple | list)
+        and len(probabilities) > 1
+        and all(is_finite(each) and each > 0 for each in probabilities)
+    ):
+        raise FinetuneError(
+            f"probabilities={shown(probabilities)}; use a number above 0 for each of several data "
+            "sources, such as [0.7, 0.3]"
+        )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of consecutive parts of the examples, by probabilities.
+
+    Attributes:
+        lengths: the number of examples of each part.
+        probabilities: the weight of each part; the sum need not be 1.
+    """
+
+    lengths: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    strategy: StoppingStrategy = "first_exhausted"
+
+    @property
+    def repeats(self) -> bool:
+        return self.strategy == "all_exhausted"
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> Any:
+        """Return the indexes of an epoch's examples, an array."""
+        import numpy as np
+
+        draws = self._draws(np.random.default_rng((abs(seed), epoch) if epoch else abs(seed)))
+        order = np.empty(len(draws), dtype=np.int64)
+        for part, length in enumerate(self.lengths):
+            places = np.flatnonzero(draws == part)
+            begin = sum(self.lengths[:part])
+            for cycle in range(-(-len(places) // length)):
+                lot = places[cycle * length : (cycle + 1) * length]
+                within = np.arange(length)
+                if shuffle:
+                    np.random.default_rng((abs(seed), epoch, part, cycle)).shuffle(within)
+                order[lot] = begin + within[: len(lot)]
+        return order
+
+    def _draws(self, generator: Any) -> Any:
+        """Return the part of each example, [N], until the first part or all are exhausted."""
+        import numpy as np
+
+        weights = np.array(self.probabilities) / sum(self.probabilities)
+        lots: list[Any] = []
+        counts = np.zeros(len(weights), dtype=np.int64)
+        is_over = np.all if self.repeats else np.any
+        while not is_over(counts >= self.lengths):
+            lots.append(generator.choice(len(weights), size=_LOT, p=weights))
+            counts += np.bincount(lots[-1], minlength=len(weights))
+        draws = np.concatenate(lots)
+        ends = [
+            places[length - 1] if len(places) >= length else len(draws)
+            for part, length in enumerate(self.lengths)
+            for places in (np.flatnonzero(draws == part),)
+        ]
+        return draws[: 1 + (max(ends) if self.repeats else min(ends))]
+
+
+class Batch(list[Example]):
+    """Examples, with their indexes in the data."""
+
+    def __init__(self, examples: Iterable[Example], indexes: Sequence[int]) -> None:
+        super().__init__(examples)
+        self.indexes = indexes
 
 
 class Batches:
@@ -31,6 +126,7 @@ class Batches:
         batch_size: examples per batch; the last batch of an epoch may have fewer.
         max_tokens: tokens per batch: as many examples as fit, in order. Both bounds may be given.
         shuffle: True for a new order in each epoch; False for the order of `examples`.
+        mixture: the mixture of the examples' parts; None for each example once.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
@@ -48,6 +144,7 @@ class Batches:
         max_tokens: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        mixture: Mixture | None = None,
     ) -> None:
         if not examples:
             raise FinetuneError("no examples to finetune on")
@@ -62,7 +159,7 @@ class Batches:
                 f"example {longest} has {self._lengths[longest]} tokens, more than "
                 f"max_tokens={max_tokens} of a batch; raise it, or truncate with max_length"
             )
-        self._examples = examples
+        self._examples, self._mixture = examples, mixture
         self._settings = {
             "batch_size": batch_size,
             "max_tokens": max_tokens,
@@ -87,6 +184,9 @@ class Batches:
         lengths = sorted(self._lengths)
         count = len(lengths) if size is None else min(size, len(lengths))
         tokens = sum(lengths[-count:])
+        if self._mixture is not None and self._mixture.repeats:
+            count = len(lengths) if size is None else size
+            tokens = count * lengths[-1]
         if most is not None:
             count = sum(total <= most for total in accumulate(lengths[:count]))
             tokens = min(tokens, most)
@@ -95,12 +195,15 @@ class Batches:
         tokens += count * virtual
         return count, tokens if parts == 1 else min(tokens, tokens // parts + 2 * count)
 
-    def plan(self, epoch: int) -> list[list[int]]:
+    def plan(self, epoch: int) -> Sequence[Sequence[int]]:
         """Return the indexes of the examples in each batch of an epoch."""
+        seed, shuffle = self._settings["seed"] or 0, bool(self._settings["shuffle"])
         order = list(range(len(self._examples)))
-        if self._settings["shuffle"]:
+        if self._mixture is not None:
+            order = self._mixture.order(seed, epoch, shuffle).tolist()
+        elif shuffle:
             # Seeded by text, so that the order is equal on all platforms, and differs by epoch.
-            random.Random(f"{self._settings['seed']}:{epoch}").shuffle(order)
+            random.Random(f"{seed}:{epoch}").shuffle(order)
         size, most = self._settings["batch_size"], self._settings["max_tokens"]
         batches: list[list[int]] = []
         tokens = 0
@@ -120,13 +223,16 @@ class Batches:
         """Return the number of batches of the current epoch."""
         return len(self._plan)
 
-    def __iter__(self) -> Iterator[list[Example]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Iterate over the remaining batches of the current epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             indexes = self._plan[self.index]
             self._advance()
-            yield [self._examples[index] for index in indexes]
+            yield Batch((self._examples[index] for index in indexes), indexes)
+
+    def close(self) -> None:
+        """End the work ahead of the next batch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the settings and a checksum of the examples, as JSON values."""
@@ -175,6 +281,8 @@ def _fingerprint(examples: Sequence[Example]) -> int:
     for example in examples:
         for values in (example.ids, example.labels):
             checksum = zlib.crc32(_packed(values), checksum)
+        if example.weight != 1.0:
+            checksum = zlib.crc32(array("d", [example.weight]), checksum)
     return checksum
 
 

@@ -7,14 +7,15 @@
     a DatasetDict                                     `train` to learn, `validation` to evaluate
 
 The libraries are recognised by the interfaces of their objects, without imports. Other sources are
-refused, as they may iterate over something other than rows, such as a dict over its keys. A file
-has JSON lines (.jsonl, .ndjson, .json), with a row per line, or plain text (.txt), which is a
-single document. Rows in memory are dicts and strings. Limits protect other jobs' memory and time.
+refused, as they may iterate over something other than rows, such as a dict over its keys. Files are
+those of `pcg.runtime.data.files`. Rows in memory are dicts and strings. Limits protect other jobs'
+memory and time.
 
 Frames carry examples as bytes from the tokenizing process to the training process:
 
     frame   a line of JSON, and the announced bytes
-    batch   {"places": […], "lengths": […]}, then the ids and the labels of all examples, int64
+    batch   {"places": […], "lengths": […], "weights": […], "desirable": […]}, then the ids and the
+            labels of all examples, int64
     end     {"format": …, "truncated": …, "dropped": …}
     error   {"error": name of a class of `pcg.errors`, "message": …}
 
@@ -24,19 +25,32 @@ Frames are not pickled, as the tokenizing process runs chat templates, which are
 from __future__ import annotations
 
 import json
+import re
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from pcg.errors import DataError
-from pcg.files import is_file, shown_path
+from pcg.files import expanded, is_file, is_there, shown_path
 from pcg.runtime.data.example import Example
-from pcg.runtime.data.formats import FORMATS
+from pcg.runtime.data.files import (
+    ARROW,
+    SUFFIXES,
+    TEXT,
+    dataset_of,
+    decoded,
+    files_of,
+    is_dataset,
+    rows_of_file,
+    suffix_of,
+    text_of_file,
+)
+from pcg.runtime.data.formats import FORMATS, READ_KEYS
 from pcg.runtime.text.chat import kind_of
 from pcg.units import counted, shown
 
@@ -158,7 +172,7 @@ def holds_documents(data: Gathered) -> bool:
     """
     if isinstance(data, list):
         return False
-    texts = [path for path in data if path.suffix.lower() in TEXT]
+    texts = [path for path in data if suffix_of(path) in TEXT]
     if texts and len(texts) < len(data):
         raise DataError(
             f"{texts[0]} is plain text, which is one document, and {len(data) - len(texts)} of "
@@ -189,57 +203,23 @@ def read_rows(data: Gathered, limits: DataLimits = UNLIMITED) -> Iterator[Row]:
 
 
 def _read_file(path: Path, meter: RowMeter) -> Iterator[Row]:
-    if not path.is_file():
-        hint = "; it is a directory, give its files" if path.is_dir() else ""
-        raise DataError(f"no data file {shown_path(path)}{hint}")
-    suffix = path.suffix.lower()
-    if suffix not in (*JSON_LINES, *TEXT):
-        raise DataError(
-            f"{path} ends in {suffix or 'nothing'}; use JSON lines ({', '.join(JSON_LINES)}) or "
-            f"plain text ({', '.join(TEXT)})"
-        )
-    if suffix in TEXT:
-        meter.add(path.stat().st_size, str(path), is_document=True)
-        yield Row(str(path), _decode(path.read_bytes(), str(path)))
+    rows: Iterator[tuple[str, int, Any]]
+    if is_dataset(path):
+        rows = ((f"{path} row {n}", 0, row) for n, row in enumerate(dataset_of(path), start=1))
+    elif not is_file(path):
+        raise DataError(f"no data file {shown_path(path)}")
+    elif suffix_of(path) in TEXT:
+        text = text_of_file(path)
+        meter.add(len(text), str(path), is_document=True)
+        yield Row(str(path), decoded(text, str(path)))
         return
-    # Read a line only up to its limit.
-    most = min(meter.limits.row_bytes, sys.maxsize - 1) + 1
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, most), b""), start=1):
-            where = f"{path} line {number}"
-            if not line.strip():
-                continue
-            meter.add(len(line.rstrip(b"\r\n")), where)
-            text = _decode(line, where)
-            if text.strip():
-                yield Row(where, _parse(text, where))
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {error.start + 1} is not UTF-8 (0x{data[error.start]:02x}); "
-            "save the file as UTF-8"
-        ) from error
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = ""
-        if text.strip() in ("[", "{"):
-            hint = "; the file seems to be one JSON value over many lines: write one row a line"
-        raise DataError(f"{where}, column {error.colno}: not JSON: {error.msg}{hint}") from error
-    except ValueError as error:  # an int of more than 4,300 digits
-        raise DataError(f"{where}: a number has too many digits; write it as a text") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: JSON nested too deeply; write a flat row") from error
-    if isinstance(value, list):
-        raise DataError(f"{where}: a JSON array; write one row a line, as in `jq -c '.[]'`")
-    return value
+    else:
+        rows = rows_of_file(path, meter.limits.row_bytes)
+    is_table = is_dataset(path) or suffix_of(path) in ARROW
+    for where, line_bytes, read in rows:
+        value = _row_of_table(read) if is_table else read
+        meter.add(line_bytes or bytes_of(value, meter.limits.row_bytes), where)
+        yield Row(where, value)
 
 
 Header = dict[str, Any]
@@ -255,15 +235,17 @@ def write_frame(stream: IO[bytes], header: Header, *parts: bytes) -> None:
     stream.flush()
 
 
-def write_batch(stream: IO[bytes], placed: Sequence[Placed]) -> None:
-    """Write a frame of examples."""
+def write_batch(stream: IO[bytes], placed: Sequence[Placed], **facts: int) -> None:
+    """Write a frame of examples, and of facts for its header."""
     ids, labels = array("q"), array("q")
     for example, _ in placed:
         ids.extend(example.ids)
         labels.extend(example.labels)
     lengths = [len(example.ids) for example, _ in placed]
-    header = {"places": [place for _, place in placed], "lengths": lengths}
-    write_frame(stream, header, ids.tobytes(), labels.tobytes())
+    weights = [example.weight for example, _ in placed]
+    header = {"places": [place for _, place in placed], "lengths": lengths, "weights": weights}
+    header["desirable"] = [example.is_desirable for example, _ in placed]
+    write_frame(stream, {**header, **facts}, ids.tobytes(), labels.tobytes())
 
 
 def read_header(stream: IO[bytes]) -> Header | None:
@@ -284,9 +266,13 @@ def read_batch(stream: IO[bytes], header: Header) -> list[Placed]:
     lengths: list[int] = header["lengths"]
     ids, labels = _read_ints(stream, sum(lengths)), _read_ints(stream, sum(lengths))
     placed, start = [], 0
-    for length, place in zip(lengths, header["places"], strict=True):
+    columns = lengths, header["weights"], header["desirable"], header["places"]
+    for length, weight, is_desirable, place in zip(*columns, strict=True):
         end = start + length
-        placed.append((Example(ids[start:end], labels[start:end]), place))
+        example = Example(
+            ids[start:end], labels[start:end], weight=weight, is_desirable=is_desirable
+        )
+        placed.append((example, place))
         start = end
     return placed
 
@@ -297,10 +283,6 @@ def _read_ints(stream: IO[bytes], count: int) -> array[int]:
     return ints
 
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-TEXT = (".txt",)
-_OTHERS = (".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
-"""Unsupported suffixes of data files, so that a list of their names is not taken as text."""
 _LONGEST_NAME = 4096
 
 
@@ -328,26 +310,27 @@ Take = Callable[[Iterator[Any]], list[Any]]
 """A function that collects the values of an iterator in a list."""
 
 
-def gather(source: object, take: Take = list) -> Gathered:
+def gather(source: object, take: Take = list, columns: Mapping[str, str] | None = None) -> Gathered:
     """Return the files or the rows of a source.
 
     Args:
         take: collects the values of an iterator, which may run the caller's code.
+        columns: the data's name of a column, by the name that a format reads.
     Raises:
         DataError: the source has an unknown kind, or mixes two kinds.
     """
     if isinstance(source, str | Path):
-        return (Path(source),)
+        return tuple(files_of(expanded(source)))
     if has_splits(source):
         raise DataError(f"data has the splits {_names(source)}; give one of them")
     values = _table_rows(source)
     if values is None and isinstance(source, Mapping):
-        values = _column_rows(source)
+        values = _column_rows(source, columns or {})
     if values is None:
         values = take(_iterated(source))
     named = [value for value in values if _names_file(value)]
     if named and len(named) == len(values):
-        return tuple(map(Path, named))
+        return tuple(file for path in named for file in files_of(expanded(path)))
     with_rows = any(isinstance(value, Mapping) for value in values)
     if any(with_rows or isinstance(value, Path) or is_file(Path(value)) for value in named):
         raise DataError(
@@ -363,8 +346,8 @@ def _names_file(value: object) -> bool:
         return isinstance(value, Path)
     if len(value) > _LONGEST_NAME or len(value.split()) != 1:
         return False
-    suffix = Path(value).suffix.lower()
-    return suffix in (*JSON_LINES, *TEXT, *_OTHERS) or (suffix != "" and is_file(Path(value)))
+    path = Path(value)
+    return suffix_of(path) in SUFFIXES or (path.suffix != "" and is_file(path))
 
 
 def _iterated(source: Any) -> Iterator[Any]:
@@ -386,12 +369,22 @@ def _iterated(source: Any) -> Iterator[Any]:
 
 def _table_rows(source: Any) -> list[Any] | None:
     if hasattr(source, "to_pylist") and hasattr(source, "column_names"):  # pyarrow
+        _check_columns(source.column_names)
         return list(map(_row_of_table, source.to_pylist()))
     if hasattr(source, "to_dicts"):  # polars
         return list(map(_row_of_table, source.to_dicts()))
     if hasattr(source, "to_dict") and hasattr(source, "columns"):  # pandas
+        _check_columns(source.columns)
         return [_row_of_table(_plain(row)) for row in source.to_dict("records")]
     return None
+
+
+def _check_columns(names: Iterable[Any]) -> None:
+    """Refuse columns of one name, of which rows would keep one. DataError: names them."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(
+            f"data has several columns {_names(repeated)}; rename or drop all but one of a name"
+        )
 
 
 def _row_of_table(row: Any) -> Any:
@@ -411,17 +404,18 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _column_rows(columns: Mapping[str, Any]) -> list[Any]:
+def _column_rows(columns: Mapping[str, Any], names: Mapping[str, str]) -> list[Any]:
     one_row = any(
         isinstance(value, Sequence) and len(value) and isinstance(value[0], Mapping)
-        for format in FORMATS.values()
-        for value in (columns.get(key) for key in format.keys)
+        for keys in _COLUMNS
+        for value in map(columns.get, keys)
     )
     if not columns or one_row or not all(map(_is_column, columns.values())):
         raise DataError(
             "data is one dict, and not of columns; give a list of rows, [row], or a path"
         )
-    if not any(set(format.keys) <= columns.keys() for format in FORMATS.values()):
+    known = {*columns, *(ours for ours, theirs in names.items() if theirs in columns)}
+    if not any(known.issuperset(keys) for keys in _COLUMNS):
         raise DataError(
             f"data is a dict of {_names(columns)}, which are the columns of no known format; give "
             "a list of rows, or one of its values"
@@ -432,6 +426,10 @@ def _column_rows(columns: Mapping[str, Any]) -> list[Any]:
         raise DataError(f"the columns of data have different numbers of rows: {have}")
     rows = zip(*columns.values(), strict=True)
     return [_plain(dict(zip(columns, row, strict=True))) for row in rows]
+
+
+_COLUMNS = (*(format.keys for format in FORMATS.values()), ("chosen", "rejected"), ("prompt",))
+"""The columns of rows of each format, of preferences and of GRPO."""
 
 
 def _is_column(value: object) -> bool:
@@ -459,12 +457,12 @@ class Splits:
     """The sources of training and evaluation data, after splits were chosen.
 
     Attributes:
-        train: the source of the training data.
+        train: the sources of the training data; several for a mixture.
         evaluation: the source of the evaluation data; None without.
         chosen: description of the chosen splits; empty without a choice.
     """
 
-    train: Any
+    train: Sequence[Any]
     evaluation: Any
     chosen: str = ""
 
@@ -480,7 +478,53 @@ def has_validation(source: object) -> bool:
     return has_splits(source) and "validation" in source  # type: ignore[operator]
 
 
-def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Splits:
+class NamedSources(dict[str, Any]):
+    """Sources of evaluation data by the names of their metrics."""
+
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def named_sources(source: Any) -> NamedSources | None:
+    """Return the named sources of a mapping, or of a text "NAME=FILE,…"; None for other sources.
+
+    Raises:
+        DataError: a name cannot be part of a metric's name.
+    """
+    if isinstance(source, str) and "=" in source and not is_there(expanded(source)):
+        pairs = [part.partition("=") for part in source.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise DataError(f"eval_data has the name {shown(repeated[0])} twice; use other names")
+        source = {name.strip(): path.strip() for name, _, path in pairs}
+    elif (
+        not isinstance(source, Mapping)
+        or not source
+        or not READ_KEYS.isdisjoint(source)
+        or not all(map(_is_source, source.values()))
+    ):
+        return None
+    for name in source:
+        if isinstance(source[name], list | tuple) and not source[name]:
+            raise DataError(f"eval_data has no examples for {shown(name)}; leave it out")
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not source[name]:
+            raise DataError(
+                f"eval_data has the name {shown(name)}; use NAME=FILE with names of letters, "
+                "digits, '_', '.' and '-'"
+            )
+    return NamedSources(source)
+
+
+def _is_source(value: object) -> bool:
+    """Return True for a path, rows or a data set, unlike a column of values."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(row, Mapping | Example) or _names_file(row) for row in value)
+    return isinstance(value, str | Path) or hasattr(value, "column_names")
+
+
+def choose_splits(
+    data: Any, eval_data: Any, most_rows: int | None = None, sources: int | None = None
+) -> Splits:
     """Choose `train` and `validation` of data with splits.
 
     Args:
@@ -488,10 +532,22 @@ def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Sp
         eval_data: the source of the evaluation data, or None.
         most_rows: the number of rows to read from training data without a length, which may be
             endless; None for all.
+        sources: the number of sources in `data` that are mixed; None for a single source.
     Raises:
-        DataError: a split is missing.
+        DataError: a split or a source is missing.
     """
     words = []
+    if sources is not None:
+        if not isinstance(data, list | tuple) or len(data) != sources:
+            have = counted(len(data), "source") if isinstance(data, list | tuple) else kind_of(data)
+            raise DataError(
+                f"probabilities has {sources} numbers, and data is {have}; give {sources} files "
+                "or datasets"
+            )
+        chosen = [choose_splits(each, (), most_rows) for each in data]
+        others = choose_splits((), eval_data)
+        words = [each.chosen for each in (*chosen, others) if each.chosen]
+        return Splits([each.train[0] for each in chosen], others.evaluation, "; ".join(words))
     train, evaluation = data, eval_data
     if has_splits(data):
         train = _split(data, "train", "data")
@@ -502,12 +558,15 @@ def choose_splits(data: Any, eval_data: Any, most_rows: int | None = None) -> Sp
         used = ("train", "validation") if eval_data is None else ("train",)
         if unused := [repr(name) for name in data if name not in used]:
             words.append(f"{', '.join(unused)} not used")
-    if has_splits(eval_data):
+    has_training = has_splits(eval_data) and not {"train", "validation"}.isdisjoint(eval_data)
+    if not has_training and (named := named_sources(eval_data)) is not None:
+        evaluation = named
+    elif has_splits(eval_data):
         evaluation = _split(eval_data, "validation", "eval_data")
         words.append(f"'validation' ({_size(evaluation)}) of eval_data evaluates")
     if most_rows is not None and hasattr(train, "__iter__") and not hasattr(train, "__len__"):
         train = islice(_iterated(train), most_rows)
-    return Splits(train, evaluation, "; ".join(words))
+    return Splits([train], evaluation, "; ".join(words))
 
 
 def _split(splits: Mapping[str, Any], name: str, argument: str) -> Any:

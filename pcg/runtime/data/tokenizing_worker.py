@@ -7,10 +7,11 @@ has frames. It runs with low priority, concurrently with steps.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,14 +19,13 @@ from typing import Any, BinaryIO
 from pcg.errors import DataError, PcgError
 from pcg.parent_process import end_with_parent
 from pcg.runtime.data.dataset import ExampleReader, ReadOptions
-from pcg.runtime.data.example import ModelSizes, check_example
-from pcg.runtime.data.sources import Placed, write_batch, write_frame
+from pcg.runtime.data.example import Example, ModelSizes, check_example
+from pcg.runtime.data.files import parsed_line
+from pcg.runtime.data.sources import Row, write_batch, write_frame
 from pcg.runtime.text.tokenizer import Tokenizer
 
 NICENESS = 10
 """The nice value of this process, below the priority of the engine's threads."""
-_BATCH = 64
-"""Examples per frame, so that reading a frame holds the GIL for a fraction of a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,19 @@ class Task:
 
     Attributes:
         tokenizer: the pickled `Tokenizer`.
+        options: how to read rows. Of streamed files, the options of each file; requests for rows
+            follow.
         files: the files to read; None if rows follow.
         sizes: the model sizes that examples have to fit.
+        share, shares: the process reads each `shares`-th block of rows, from number `share`.
     """
 
     tokenizer: bytes
-    options: ReadOptions
+    options: ReadOptions | tuple[ReadOptions, ...]
     sizes: ModelSizes
     files: tuple[Path, ...] | None
+    share: int = 0
+    shares: int = 1
 
 
 def main() -> None:
@@ -61,19 +66,52 @@ def main() -> None:
 
 def _run(task_file: BinaryIO, frames: BinaryIO) -> None:
     task: Task = pickle.load(task_file)
-    data = task.files if task.files is not None else list(_rows(task_file))
     tokenizer: Tokenizer = pickle.loads(task.tokenizer)
+    if isinstance(task.options, tuple):
+        _stream(task, task.options, tokenizer, task_file, frames)
+        return
+    data = task.files if task.files is not None else list(_rows(task_file))
     reader = ExampleReader(data, tokenizer, task.options)
-    batch: list[Placed] = []
-    for example, place in reader:
-        check_example(example, place, task.sizes)
-        batch.append((example, place))
-        if len(batch) == _BATCH:
-            write_batch(frames, batch)
-            batch.clear()
-    write_batch(frames, batch)
+    for block in reader.blocks(task.share, task.shares):
+        for example, place in block:
+            check_example(example, place, task.sizes)
+        write_batch(frames, block)
     facts = {name: getattr(reader, name) for name in ("format", "truncated", "dropped")}
     write_frame(frames, facts)
+
+
+def _stream(
+    task: Task,
+    options: Sequence[ReadOptions],
+    tokenizer: Tokenizer,
+    requests: BinaryIO,
+    frames: BinaryIO,
+) -> None:
+    """Answer requests, lists of rows by file, offset and place, with frames of their examples."""
+    readers = [ExampleReader((), tokenizer, each) for each in options]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in task.files or ()]
+        while True:
+            try:
+                request = pickle.load(requests)
+            except EOFError:
+                return
+            before = sum(reader.truncated for reader in readers)
+            placed = []
+            for number, offset, where in request:
+                files[number].seek(offset)
+                row = Row(where, parsed_line(files[number].readline(), where))
+                placed += [(each, "") for each in examples_of(readers[number], row, task.sizes)]
+            truncated = sum(reader.truncated for reader in readers) - before
+            write_batch(frames, placed, truncated=truncated)
+
+
+def examples_of(reader: ExampleReader, row: Row, sizes: ModelSizes) -> list[Example]:
+    """Return the checked examples of a row; without tokens for a dropped row."""
+    placed = list(reader.examples([row]))
+    for example, place in placed:
+        check_example(example, place, sizes)
+    return [example for example, _ in placed] or [Example([], [])] * reader.options.examples_each
 
 
 def _rows(task_file: BinaryIO) -> Iterator[Any]:

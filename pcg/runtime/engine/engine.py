@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from signal import SIGINT
 from typing import Self, TypeAlias, cast
 
 from pcg.errors import DeviceMemoryError, FinetuneError, FinetuneInterrupted
+from pcg.ir.program.program import labels_of
 from pcg.kernels.devices import is_out_of_memory, on_device
 from pcg.keywords import takes
+from pcg.machine_memory import memory
 from pcg.peft.adapter import Adapter
 from pcg.ranks.agreement import check_call, check_same, described
 from pcg.runtime.adapters.cache import AdapterCache, ServedAdapter
@@ -43,6 +46,7 @@ from pcg.runtime.training.trainer.datum import Stepped, TrainerArguments
 from pcg.runtime.training.trainer.trained_adapter import TrainedAdapter
 from pcg.runtime.training.warm_jobs import KeptRunners
 from pcg.runtime.training.work_units import Interrupt, Work
+from pcg.units import size_text
 
 
 class Engine(EngineLoop):
@@ -75,6 +79,9 @@ class Engine(EngineLoop):
         self.state = state
         self._data_limits = arguments.data_limits or DataLimits()
         limits = arguments.limits or Limits()
+        # A request for labels asks for all of them.
+        most_logprobs = max(limits.logprobs, len(labels_of(state.program.config)))
+        limits = replace(limits, logprobs=most_logprobs)
         state.most_rank = limits.lora_rank
         state.tests_adapters = arguments.adapter_self_test
         runner, adapters, self.runners = _on_device(state, arguments, limits)
@@ -286,6 +293,12 @@ def _on_device(state: ModelState, arguments: EngineArguments, limits: Limits) ->
 
     size_bytes = arguments.kv_cache_bytes
     if state.device.type != "cuda":
+        total = memory().total
+        if size_bytes is not None and total is not None and size_bytes > total:
+            raise DeviceMemoryError(
+                f"a KV cache of {size_text(size_bytes)} does not fit this machine's "
+                f"{size_text(total)}; use a smaller kv_cache_gib"
+            )
         return make(KV_CACHE_BYTES if size_bytes is None else size_bytes)
     share = arguments.gpu_memory_utilization if size_bytes is None else None
     jobs = arguments.warm_jobs if arguments.warm_up else None

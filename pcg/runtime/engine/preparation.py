@@ -25,13 +25,13 @@ import torch
 from pcg.errors import DataError, EngineError, FinetuneError, as_pcg_error
 from pcg.kernels.devices import device_pool, device_thread
 from pcg.runtime.data.dataset import Dataset
-from pcg.runtime.data.sources import DataLimits, RowMeter, bytes_of, gather
+from pcg.runtime.data.sources import DataLimits, NamedSources, RowMeter, bytes_of, gather
 from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.engine.loop import EngineLoop
 from pcg.runtime.engine.rank_commands import RankCommand
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.training.options import JobArguments
-from pcg.runtime.training.training_data import splits_of, training_data, with_planned_batch
+from pcg.runtime.training.training_data import settled, splits_of, training_data
 
 _LOADS = 4
 """The number of threads that read adapters."""
@@ -130,12 +130,17 @@ class Preparation:
     ) -> None:
         """Collect the rows of a job, on the job's own thread; a blocked thread is abandoned."""
         with _failing(read, arguments):
-            splits = splits_of(with_planned_batch(arguments, self._state), is_first=True)
+            arguments = settled(arguments, self._state)
+            splits = splits_of(arguments, is_first=True)
             take = functools.partial(_take, cancelling, self._limits)
-            gathered = [
-                source if source is None or isinstance(source, Dataset) else gather(source, take)
-                for source in (splits.train, splits.evaluation)
-            ]
+
+            def gathered_of(source: Any) -> Any:
+                if isinstance(source, NamedSources):
+                    return NamedSources({name: gathered_of(x) for name, x in source.items()})
+                is_read = source is None or isinstance(source, Dataset)
+                return source if is_read else gather(source, take, arguments.columns)
+
+            gathered = [gathered_of(source) for source in (*splits.train, splits.evaluation)]
             act = functools.partial(self._tokenize, arguments, gathered, cancelling, read)
             _submit(self._tokenizing, act)
 
@@ -149,13 +154,20 @@ class Preparation:
         with _failing(read, arguments):
             cancelling.check()
             load = functools.partial(load_apart, self._tokenizer, cancelling)
-            data, evaluation = (
+            *sources, evaluation = (
                 None
                 if source is None
-                else training_data(source, arguments, self._state, load, self._limits)
+                else training_data(
+                    source,
+                    arguments,
+                    self._state,
+                    load,
+                    self._limits,
+                    formatting_func=arguments.formatting_func,
+                )
                 for source in gathered
             )
-            assert data is not None
+            data = Dataset.joined([source for source in sources if source is not None])
             prepared = dataclasses.replace(arguments, data=data, eval_data=evaluation)
             with contextlib.suppress(InvalidStateError):  # cancelled
                 read.set_result(prepared)

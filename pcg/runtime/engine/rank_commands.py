@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ import torch
 from pcg.files import expanded
 from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
-from pcg.peft.registry import is_shorthand, recipe_fields, recipe_from, recipe_of_fields
+from pcg.peft.registry import is_saved, recipe_fields, recipe_from, recipe_of_fields
 from pcg.ranks.agreement import agreed
 from pcg.runtime.adapters.versions import VersionName
 from pcg.runtime.data.dataset import Dataset
@@ -125,7 +124,7 @@ class PutAdapter(RankCommand, frozen=True):
             OSError: a file cannot be read.
             AdapterError, UnsupportedError: the value is not a recipe.
         """
-        if isinstance(path_or_config, str | os.PathLike) and not is_shorthand(path_or_config):
+        if is_saved(path_or_config):
             directory = expanded(path_or_config)
             files = {file: (directory / file).read_bytes() for file in (CONFIG, WEIGHTS)}
             return cls(name, seed, None, files)
@@ -171,15 +170,18 @@ class RemoveAdapter(RankCommand, frozen=True):
 
 
 class ExampleData(msgspec.Struct, array_like=True, frozen=True):
-    """Examples: concatenated ids and labels, and the examples' lengths, as 64-bit integers."""
+    """Examples: concatenated ids and labels, lengths, all 64-bit integers, and weights."""
 
     ids: bytes
     labels: bytes
     lengths: bytes
+    weights: tuple[float, ...]
     format: str
     truncated: int
     dropped: int
     places: tuple[str, ...]
+    parts: tuple[int, ...]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, data: Dataset) -> Self:
@@ -188,20 +190,24 @@ class ExampleData(msgspec.Struct, array_like=True, frozen=True):
             _joined([example.ids for example in examples]),
             _joined([example.labels for example in examples]),
             array("q", [len(example.ids) for example in examples]).tobytes(),
+            tuple(example.weight for example in examples),
             data.format,
             data.truncated,
             data.dropped,
             tuple(data.places),
+            data.parts,
+            data.names,
         )
 
     def dataset(self) -> Dataset:
         ids, labels, lengths = (array("q", x) for x in (self.ids, self.labels, self.lengths))
         ends = list(itertools.accumulate(lengths, initial=0))
         examples = tuple(
-            Example(list(ids[start:end]), list(labels[start:end]))
-            for start, end in itertools.pairwise(ends)
+            Example(list(ids[start:end]), list(labels[start:end]), weight=weight)
+            for weight, (start, end) in zip(self.weights, itertools.pairwise(ends), strict=True)
         )
-        return Dataset(examples, self.format, self.truncated, self.dropped, self.places)
+        facts = (self.format, self.truncated, self.dropped, self.places)
+        return Dataset(examples, *facts, parts=self.parts, names=self.names)
 
 
 def _joined(rows: Sequence[Sequence[int]]) -> bytes:
@@ -233,7 +239,7 @@ class PrepareJob(RankCommand, frozen=True):
         assert isinstance(data, Dataset)
         assert isinstance(evaluation, Dataset | None)
         recipe, path = None, None
-        if isinstance(peft, str | os.PathLike) and not is_shorthand(peft):
+        if is_saved(peft):
             path = str(peft)
         elif peft is not None:
             recipe = recipe_fields(recipe_from(peft))
@@ -262,7 +268,7 @@ class PrepareJob(RankCommand, frozen=True):
         replica.prepared[job.name] = job
 
 
-_OTHERWISE = {"data", "eval_data", "peft", "on_step"}
+_OTHERWISE = {"data", "eval_data", "peft", "on_step", "chat_template", "chat_template_kwargs"}
 
 
 class AddJob(RankCommand, frozen=True):

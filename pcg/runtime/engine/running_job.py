@@ -22,6 +22,7 @@ from pcg.errors import (
     PcgError,
     as_pcg_error,
 )
+from pcg.pages import fact_table
 from pcg.runtime.data.tokenizing import Cancelling
 from pcg.runtime.engine.preparation import PreparingThread
 from pcg.runtime.engine.rank_commands import AddJob, ChangeJob, DropJob
@@ -82,6 +83,12 @@ class RunningJob:
             tokens_per_second=record.tokens_per_second,
             remaining_s=None if job.is_over else left_s,
         )
+
+    def _repr_html_(self) -> str:
+        """Return the job's status as a table, which notebooks show."""
+        status = dataclasses.asdict(self.status)
+        facts = {name: value for name, value in status.items() if value is not None}
+        return fact_table(f"Job {facts.pop('name')}", facts)
 
     @property
     def state(self) -> JobState:

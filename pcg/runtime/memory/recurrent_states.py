@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import Tensor
 
 from pcg.errors import UnsupportedError
-from pcg.ir.operators.recurrent import state_types
+from pcg.ir.operators.recurrent import state_bytes, state_types
 from pcg.ir.program.program import ModelGraph
-from pcg.ir.types import DTYPE_BYTES, TORCH_NAMES, TensorType
+from pcg.ir.types import TORCH_NAMES, TensorType
 from pcg.kernels.batch import SequenceStates, Snapshot, Span
 from pcg.kernels.devices import uploaded_list
 from pcg.runtime.memory.host_memory import untouched
@@ -39,8 +38,7 @@ def recurrent_types(model: ModelGraph) -> LayerStates:
 
 def bytes_of_states(model: ModelGraph) -> int:
     """Return the bytes of a sequence's recurrent states in all layers."""
-    types = (type_ for layer in recurrent_types(model) for type_ in layer)
-    return sum(prod(type_.features) * DTYPE_BYTES[type_.dtype] for type_ in types)
+    return sum(state_bytes(model.blocks[block]) for block in model.layers)
 
 
 def snapshots_of(running: int) -> int:

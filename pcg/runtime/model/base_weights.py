@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +25,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.formats.format import Format, Parts
 from pcg.formats.registry import FORMATS
 from pcg.ir.graph import Graph, Parameter
 from pcg.ir.operators.linear import multiplied
-from pcg.ir.program.program import ModelGraph, Program, adapted_weight, python_name, site_of
+from pcg.ir.program.program import (
+    ModelGraph,
+    Program,
+    adapted_weight,
+    is_classifier,
+    python_name,
+    site_of,
+)
 from pcg.ir.types import TORCH_NAMES
 from pcg.kernels.devices import device_pool
 from pcg.kernels.torch.products import (
@@ -42,6 +52,10 @@ from pcg.kernels.torch.quantized import (
     QuantizedWeight,
     float_weight,
 )
+from pcg.peft.adapter import Adapter, check_fits, check_replaced, with_shared
+from pcg.peft.adapter_files import read_adapter
+from pcg.peft.recipe import SEQ_CLS
+from pcg.peft.separate_experts import with_joined_experts
 from pcg.ranks.agreement import agreed, check_same, compare
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.shards import (
@@ -66,8 +80,11 @@ from pcg.runtime.model.bound_weights import (
     lie_side_by_side,
     product_weights,
 )
-from pcg.runtime.model.weights import RandomWeights, Weights
+from pcg.runtime.model.random_weights import RandomWeights
+from pcg.runtime.model.weights import Weights
+from pcg.source import COMPOSITE
 
+_LOG = logging.getLogger("pcg.adapters")
 _Key: TypeAlias = tuple[str, bool, object]
 """The name of a tensor in a checkpoint, True if it is transposed, and a rank's part of it."""
 TensorSource: TypeAlias = Weights | RandomWeights
@@ -249,13 +266,14 @@ class WeightStore:
         if read.key not in self._loaded:
             format_ = FORMATS[read.parameter.type.dtype]
             shape, transposed = read.whole.type.features, read.whole.transposed
-            every = self._source.quantized(read.name, shape, format_, transposed)
+            ranges = ranges_of(read.parameter, shape, self._ranks)
+            experts = range(*ranges[0]) if len(shape) == 3 else None
+            every = self._source.quantized(read.name, shape, format_, transposed, experts)
             if is_sharded(read.parameter):
-                ranges = ranges_of(read.parameter, shape, self._ranks)
                 every = tuple(_cut(format_, every, ranges, shape, read.name))
             blocks = (format_.packed(parts.to(self.device)) for parts in every)
             self._loaded[read.key] = stand_in_tensor(
-                [stop - start for start, stop in ranges_of(read.parameter, shape, self._ranks)],
+                [stop - start for start, stop in ranges],
                 getattr(torch, TORCH_NAMES[self._program.dtype]),
                 QuantizedWeight(tuple(Block(format_, parts, self._products) for parts in blocks)),
             )
@@ -420,19 +438,24 @@ def _cut(
         start = (start + parts.rows) % shape[-2]
 
 
+def linear_parameters(base: ModelGraph) -> dict[str, tuple[str, Parameter]]:
+    """Return the weight of each linear module, and of experts, by path: its name and parameter."""
+    parameters = {}
+    graphs = [(base.blocks[block], layer) for layer, block in enumerate(base.layers)]
+    for graph, layer in [(base.prologue, 0), *graphs, (base.epilogue, 0)]:
+        for node in graph.nodes:
+            site = site_of(graph, node)
+            if site is not None:
+                parameter = graph.parameters_by_name[adapted_weight(node) or ""]
+                name = parameter.source.format(layer=layer)
+                parameters[site.format(layer=layer)] = (name, parameter)
+    return parameters
+
+
 class _Linear(Mapping[str, Tensor]):
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._parameters: dict[str, tuple[str, Parameter]] = {}
-        base = store._program.base
-        graphs = [(base.blocks[block], layer) for layer, block in enumerate(base.layers)]
-        for graph, layer in [(base.prologue, 0), *graphs, (base.epilogue, 0)]:
-            for node in graph.nodes:
-                site = site_of(graph, node)
-                if site is not None:
-                    parameter = graph.parameters_by_name[adapted_weight(node) or ""]
-                    name = parameter.source.format(layer=layer)
-                    self._parameters[site.format(layer=layer)] = (name, parameter)
+        self._parameters = linear_parameters(store._program.base)
 
     def __getitem__(self, path: str) -> Tensor:
         return self._store.whole(*self._parameters[path])
@@ -452,6 +475,67 @@ def _place(parameter: Parameter) -> tuple[Sequence[int], torch.dtype, bool]:
 def _dtype(parameter: Parameter) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[parameter.type.dtype])
     return dtype
+
+
+def saved_adapter(
+    path: str | os.PathLike[str],
+    name: str,
+    program: Program,
+    weights: WeightStore,
+    base_name: str,
+) -> Adapter:
+    """Read an adapter from a directory or a hub id, as `read_adapter` does, for a base.
+
+    Logs a warning if the adapter fits but names another base, as outputs may then be meaningless.
+
+    Args:
+        base_name: the base's hub id or path; empty if unknown.
+    Raises:
+        AdapterError, UnsupportedError: as `read_adapter`, or it does not fit the base.
+    """
+    base, modules = program.base, program.base.module_shapes()
+    adapter = read_adapter(path, name, weights.is_own, program.config.get(COMPOSITE, ""))
+    if adapter.extra.get("task_type") == SEQ_CLS and not is_classifier(program.config):
+        raise AdapterError(
+            f"{path} is of a sequence classifier, and {program.name} is a causal LM; give the "
+            "names of its labels: labels=[…] (--labels)"
+        )
+    model_type = str(program.config["model_type"])
+    adapter = with_joined_experts(
+        adapter, modules, base.output_module, model_type, program.renamings
+    )
+    check_fits(adapter, modules, program.name, base.output_module)
+    adapter = with_shared(adapter, modules)
+    check_replaced(adapter, base)
+    # Only the last parts of names are compared, as a model may be in a folder of its name.
+    bases = {program.name, base_name, str(program.config.get("_name_or_path") or "")}
+    trained_on = adapter.base_model_name
+    if trained_on and _last_part(trained_on) not in set(map(_last_part, bases)):
+        _LOG.warning(
+            "adapter %r was trained on the base %r, and this one is %r; its outputs mean "
+            "something only if both have the same weights",
+            name,
+            trained_on,
+            program.name,
+        )
+    return adapter
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def replaced_of_base(adapter: Adapter, weights: WeightStore) -> dict[str, Tensor]:
+    """Return the base's values of the parameters that an adapter's recipe replaces, by name."""
+    stored = adapter.recipe.replaced_in(weights._program.base, adapter.weights)
+    replaced = {name: weights.whole(*of_base) for name, of_base in stored.items()}
+    remote = next((name for name, tensor in replaced.items() if tensor.is_meta), None)
+    if remote is not None:
+        raise UnsupportedError(
+            f"modules_to_save has {remote}, which the base's process keeps, so that a new adapter "
+            "cannot begin with a copy; load a saved adapter, or leave it out of modules_to_save"
+        )
+    return {name: tensor.clone() for name, tensor in replaced.items()}
 
 
 _MOST_THREADS = 8

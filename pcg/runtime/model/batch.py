@@ -71,17 +71,17 @@ class Singles:
 
 
 def decode_groups(
-    singles: Singles, window: int, dtype: torch.dtype, device: torch.device
+    singles: Singles, reach: int, dtype: torch.dtype, device: torch.device
 ) -> list[DecodeGroup]:
     """Group sequences.
 
     Args:
-        window: the maximum number of rows that a token attends to; 0 for all.
+        reach: the maximum number of rows that a token attends to; negative for a chunk, 0 for all.
     """
     if not len(singles.tokens):
         return []
     lengths, first_rows = singles.lengths, singles.first_rows
-    counts = np.minimum(lengths, window) if window else lengths
+    counts = _seen_rows(lengths, reach)
     rows = np.where(first_rows < 0, -1, first_rows + lengths - counts)
     order = rows.argsort(kind="stable")
     counts = counts[order]
@@ -114,10 +114,17 @@ def decode_groups(
     return groups
 
 
-def decode_rows(singles: Singles, window: int) -> DecodeRows:
-    """Return the rows of sequences; `window` as for `decode_groups`."""
+def _seen_rows(lengths: NDArray[np.int64], reach: int) -> NDArray[np.int64]:
+    """Return the numbers of rows that the last tokens of sequences attend to."""
+    if reach < 0:
+        return (lengths - 1) % -reach + 1
+    return np.minimum(lengths, reach) if reach else lengths
+
+
+def decode_rows(singles: Singles, reach: int) -> DecodeRows:
+    """Return the rows of sequences; `reach` as for `decode_groups`."""
     lengths, first_rows = singles.lengths, singles.first_rows
-    counts = np.minimum(lengths, window) if window else lengths
+    counts = _seen_rows(lengths, reach)
     spans = np.stack((first_rows + lengths - counts, counts), 1)
     sizes = np.ones_like(counts)
     scattered = np.flatnonzero(first_rows < 0).tolist()
@@ -301,20 +308,22 @@ class Batch(ProgramBatch):
 
         The result is empty without dropout.
         """
-        parts: list[DroppedPart] = []
         if self.dropout_seed is None:
-            return parts
-        for span in self.spans:
-            place, end = span.context, span.context + span.length
-            while place < end:
-                part, skipped = divmod(place, DROPOUT_TOKENS)
-                count = min(end - place, DROPOUT_TOKENS - skipped)
-                seed = mixed_seed(self.dropout_seed, span.number, part, self.layer, key)
-                generator = torch.Generator(self.input_ids.device).manual_seed(seed)
-                start = span.start + place - span.context
-                parts.append(DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator))
-                place += count
-        return parts
+            return []
+        return [part for span in self.spans for part in self.random_parts(span, key)]
+
+    def random_parts(self, span: Span, key: int) -> Iterator[DroppedPart]:
+        """Yield the parts of a span's tokens for a random operator."""
+        assert self.dropout_seed is not None
+        place, end = span.context, span.context + span.length
+        while place < end:
+            part, skipped = divmod(place, DROPOUT_TOKENS)
+            count = min(end - place, DROPOUT_TOKENS - skipped)
+            seed = mixed_seed(self.dropout_seed, span.number, part, self.layer, key)
+            generator = torch.Generator(self.input_ids.device).manual_seed(seed)
+            start = span.start + place - span.context
+            yield DroppedPart(start, count, skipped, DROPOUT_TOKENS, generator)
+            place += count
 
     def dropped_tokens(self) -> DroppedTokens | None:
         """Return the inputs of dropout on a device; None without dropout."""
@@ -333,23 +342,19 @@ class Batch(ProgramBatch):
         chosen = _column(places)
         return self._on_device(self._starts[chosen] + self._lengths[chosen] - 1)
 
-    def decode_groups(self, window: int) -> list[DecodeGroup]:
-        """Return the spans of a single token, in groups for a call of attention each.
-
-        Args:
-            window: the maximum number of rows that a token attends to; 0 for all.
-        """
-        if window not in self._groups:
+    def decode_groups(self, reach: int) -> list[DecodeGroup]:
+        """Return the spans of a single token, in groups for a call of attention each."""
+        if reach not in self._groups:
             assert self._cache is not None
             dtype, device = self._cache.keys[self.layer].dtype, self.input_ids.device
-            self._groups[window] = decode_groups(self._singles(), window, dtype, device)
-        return self._groups[window]
+            self._groups[reach] = decode_groups(self._singles(), reach, dtype, device)
+        return self._groups[reach]
 
-    def decode_rows(self, window: int) -> DecodeRows:
+    def decode_rows(self, reach: int) -> DecodeRows:
         """Return the rows of the spans of a single token, as `decode_groups` does."""
-        if window not in self._decode_rows:
-            self._decode_rows[window] = decode_rows(self._singles(), window)
-        return self._decode_rows[window]
+        if reach not in self._decode_rows:
+            self._decode_rows[reach] = decode_rows(self._singles(), reach)
+        return self._decode_rows[reach]
 
     def _singles(self) -> Singles:
         chosen = np.flatnonzero(self._lengths == 1)

@@ -33,10 +33,23 @@ _FLOATS = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def open_weights(source: ModelSource, program: Program) -> Weights:
-    """Read the headers of a model's files. WeightsError: none, or a damaged file."""
+    """Read the headers of a model's files.
+
+    A program without matrices in a format reads all of them in floating point.
+
+    Raises:
+        WeightsError: there are no files, or one is damaged.
+    """
+    weights: Weights
     if source.weight_files and source.weight_files[0].suffix == SUFFIX:
-        return GgufWeights(read_gguf(source.weight_files[0]), source, program.base_prefix)
-    return Checkpoint.open(source, program.base_prefix, program.renamings)
+        weights = GgufWeights(read_gguf(source.weight_files[0]), source, program.base_prefix)
+    else:
+        weights = Checkpoint.open(source, program.base_prefix, program.renamings)
+        formats = (parameter.type.dtype for parameter, _ in program.base.parameters())
+        weights.decodes = FORMATS.keys().isdisjoint(formats)
+    if program.options.labels:
+        weights.drawn = f"{program.base.output_module}.weight"
+    return weights
 
 
 class GgufWeights(Weights):
@@ -53,12 +66,17 @@ class GgufWeights(Weights):
         self._content: Tensor | None = None
 
     def quantized(
-        self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
+        self,
+        name: str,
+        shape: Sequence[int],
+        format_: Format,
+        transposed: bool = False,
+        experts: range | None = None,
     ) -> tuple[Parts, ...]:
         """Return a matrix in its stored blocks; see `Weights.quantized`."""
         stored_name = self._find(name)
         if stored_name is None or self._tensors[stored_name].type != format_.name:
-            return super().quantized(name, shape, format_, transposed)
+            return super().quantized(name, shape, format_, transposed, experts)
         self._check(name, stored_name, tuple(shape))
         self._used.add(stored_name)
         parts = self._parts(stored_name)
@@ -100,6 +118,14 @@ class GgufWeights(Weights):
             return rows
         pairs = rows.view(heads, len(rows) // heads // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(rows.shape)
+
+    def in_file_order(self, name: str, rows: Tensor) -> Tensor:
+        """Return rows of a tensor in the file's order, from the model's."""
+        heads = self._heads[name]
+        if not heads:
+            return rows
+        halves = rows.view(heads, 2, len(rows) // heads // 2, -1)
+        return halves.transpose(1, 2).reshape(rows.shape)
 
     def _bytes(self, name: str) -> Tensor:
         """Return the bytes of a tensor in the file's mapping."""

@@ -1,9 +1,9 @@
 """The self-test of an adapter: each of its tensors reaches the logits of the serving program.
 
 A served adapter whose weights have no effect is a silent fault: a fused projection, a pass or a
-table that leaves out a site answers as the base does. The test therefore runs variants of the
-adapter with drawn weights, as trained weights may be zero: each module alone against the base, and
-the tensors that are no factors of a product drawn anew.
+table that leaves out a site answers as the base does. Trained weights may be zero, so the test
+adds noise to the adapter's weights. It compares the logits of each module alone with those of the
+base, and, for each tensor that is not a factor of a product, the logits with two draws of noise.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ Logits: TypeAlias = Callable[[Sequence[Sequence[int]], Sequence[Adapter | None]]
 _PAIRS = 16
 """The number of tests that run in a batch."""
 _TOKENS = (2, 64)
-"""The numbers of tokens of a test: the second where the first show no effect."""
+"""Tokens of a test; the larger number is tried for pairs without an effect at the smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """Two variants with different logits if the weights `of` a module have an effect."""
+    """Two variants whose logits differ if the weights `of` a module have an effect."""
 
     of: str
     before: Adapter | None
     after: Adapter
 
 
-def self_tests(adapter: Adapter, vocabulary: int, logits: Logits) -> Iterator[Callable[[], None]]:
-    """Return the parts of an adapter's self-test, each the work of a step.
+def self_tests(adapter: Adapter, known: int, logits: Logits) -> Iterator[Callable[[], None]]:
+    """Return the parts of an adapter's self-test; each part runs one batch.
 
-    A part raises an AdapterError that names a module whose weights have no effect.
+    A part raises an AdapterError that names the module whose weights have no effect.
     """
     generator = torch.Generator().manual_seed(0)
     pairs = list(_pairs(adapter, partial(_drawn, generator)))
     for start in range(0, len(pairs), _PAIRS):
-        yield partial(_check, adapter, pairs[start : start + _PAIRS], vocabulary, logits)
+        yield partial(_check, adapter, pairs[start : start + _PAIRS], known, logits)
 
 
-def _check(adapter: Adapter, pairs: Sequence[_Pair], vocabulary: int, logits: Logits) -> None:
+def _check(adapter: Adapter, pairs: Sequence[_Pair], known: int, logits: Logits) -> None:
     for count in _TOKENS:
-        tokens = [vocabulary * (i + 1) // (count + 1) for i in range(count)]
+        tokens = [known * (i + 1) // (count + 1) for i in range(count)]
         variants = list(dict.fromkeys(side for pair in pairs for side in (pair.before, pair.after)))
         rows = dict(zip(variants, logits([tokens] * len(variants), variants), strict=True))
         pairs = [pair for pair in pairs if torch.equal(rows[pair.before], rows[pair.after])]
@@ -69,25 +69,25 @@ def _pairs(adapter: Adapter, drawn: Callable[[Tensor], Tensor]) -> Iterator[_Pai
     is_alone = not adapter.prompt_tokens  # each layer needs its part of a prompt
     for path, weights in whole.weights.items():
         others = {} if is_alone else whole.weights
-        alone = dataclasses.replace(whole, weights={**others, path: weights}, biases={})
+        alone = dataclasses.replace(whole, weights={**others, path: weights}, replaced={})
         if is_alone:
             yield _Pair(path, None, alone)
-        for anew in _redrawn(weights, drawn):
+        for other in _redrawn(weights, drawn):
             yield _Pair(
                 path or "the token embedding",
                 alone,
-                dataclasses.replace(alone, weights={**others, path: anew}),
+                dataclasses.replace(alone, weights={**others, path: other}),
             )
-    for path, bias in whole.biases.items():
+    for name, tensor in whole.replaced.items():
         before, after = (
-            dataclasses.replace(whole, weights={}, biases={path: value})
-            for value in (bias, drawn(bias))
+            dataclasses.replace(whole, weights={}, replaced={name: value})
+            for value in (tensor, drawn(tensor))
         )
-        yield _Pair(f"the bias of {path}", before, after)
+        yield _Pair(name, before, after)
 
 
 def _redrawn(weights: ModuleWeights, drawn: Callable[[Tensor], Tensor]) -> Iterator[ModuleWeights]:
-    """Return the weights with another tensor drawn anew in each, apart from factors."""
+    """Yield the weights with new noise in one tensor, for each tensor that is not a factor."""
     factors = [
         each.weight for kind, each in weights.parameters.items() if parameter_kind(kind).is_factor
     ]
@@ -101,8 +101,8 @@ def _replaced(old: Tensor, new: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _drawn(generator: torch.Generator, tensor: Tensor) -> Tensor:
-    """Return the tensor with noise of its size, and at least that of a fresh matrix."""
+    """Return the tensor plus noise of its root mean square, or of an initial matrix if larger."""
     noise = torch.randn(tensor.shape, generator=generator)
     size = max(float(tensor.square().mean().sqrt()), tensor.shape[-1] ** -0.5)
-    anew: Tensor = tensor + (size * noise).to(tensor.dtype)
-    return anew
+    sum_: Tensor = tensor + (size * noise).to(tensor.dtype)
+    return sum_

@@ -11,11 +11,9 @@ a step that would save more than the budget is planned for its own size, or refu
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -34,23 +32,14 @@ from pcg.errors import (
     as_pcg_error,
 )
 from pcg.ir.analysis.storages import SEQUENCES
-from pcg.ir.program.program import ModelGraph, Program, Serving, Training
+from pcg.ir.program.program import ModelGraph, Program, Serving, Training, is_classifier
 from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import CONTEXT, TORCH_NAMES
 from pcg.kernels.devices import downloaded, own_memory
-from pcg.peft.adapter import (
-    Adapter,
-    check_biases,
-    check_finite,
-    check_fits,
-    check_name,
-    new_adapter,
-    with_shared,
-)
-from pcg.peft.adapter_files import read_adapter
-from pcg.peft.recipe import Recipe
-from pcg.peft.registry import is_shorthand, recipe_from
-from pcg.peft.separate_experts import with_joined_experts
+from pcg.options import PLAIN_LOSS, LossForm
+from pcg.peft.adapter import Adapter, check_finite, check_name, check_replaced, new_adapter
+from pcg.peft.recipe import SEQ_CLS, Recipe
+from pcg.peft.registry import is_saved, learning_labels, recipe_from
 from pcg.ranks.agreement import check_same, serving_text, training_text
 from pcg.ranks.group import Ranks
 from pcg.ranks.mesh import SINGLE_MESH, RankMesh
@@ -63,13 +52,18 @@ from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.memory.host_memory import bound_shape_caches
 from pcg.runtime.memory.recurrent_states import check_whole_sequences
-from pcg.runtime.model.base_weights import TensorSource, WeightStore
+from pcg.runtime.model.base_weights import (
+    TensorSource,
+    WeightStore,
+    replaced_of_base,
+    saved_adapter,
+)
 from pcg.runtime.model.batch import whole_sequences
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.self_test import self_tests
 from pcg.runtime.sampling.grammars import Grammars
-from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.source import COMPOSITE
+from pcg.runtime.text.tokenizer import Tokenizer, adapter_template
+from pcg.source import adapter_directory
 from pcg.units import shown
 
 
@@ -77,7 +71,7 @@ class Specialiser(Protocol):
     """Compiles a program for other sites or steps; provided by the compiler.
 
     `step` is the number of sequences and of tokens per sequence for which the memory budget is
-    planned; by default the program's options.
+    planned; by default the program's options. `form` is that of the loss.
     """
 
     def serving(self, program: Program, recipes: Sequence[Recipe]) -> Serving: ...
@@ -88,6 +82,7 @@ class Specialiser(Protocol):
         recipe: Recipe,
         windows: bool = False,
         step: tuple[int, int] | None = None,
+        form: LossForm = PLAIN_LOSS,
     ) -> Training: ...
 
 
@@ -135,7 +130,13 @@ class TrainingPrograms:
             planned = _SizedTraining(program.training, self._planned_tokens, windows=False)
             self._by_key[model_sources(model) | _dropouts_of(model)] = [planned]
 
-    def get(self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None) -> Training:
+    def get(
+        self,
+        adapter: Adapter,
+        windows: bool,
+        step: tuple[int, int] | None = None,
+        form: LossForm = PLAIN_LOSS,
+    ) -> Training:
         """Return the program for an adapter's sites, for windows or for whole sequences.
 
         Args:
@@ -147,22 +148,25 @@ class TrainingPrograms:
         key = trained_sources(adapter) | _dropouts(adapter.recipe.dropout)
         if windows:
             key |= {"windows"}
+        if form != PLAIN_LOSS:
+            key |= {str(form)}
         planned = self._by_key.setdefault(key, [])
         if not planned:
-            planned.append(self._specialised(adapter, windows, None))
+            planned.append(self._specialised(adapter, windows, None, form))
         limit = self._program.options.budget.size_bytes
         if step is None or limit is None:
             return planned[0].training
         for sized in planned:
             if sized.holds(*step, limit):
                 return sized.training
-        planned.append(self._specialised(adapter, windows, step))
+        planned.append(self._specialised(adapter, windows, step, form))
         return planned[-1].training
 
     def _specialised(
-        self, adapter: Adapter, windows: bool, step: tuple[int, int] | None
+        self, adapter: Adapter, windows: bool, step: tuple[int, int] | None, form: LossForm
     ) -> _SizedTraining:
-        training = self._specialiser.training(self._program, adapter.recipe, windows, step)
+        parts = windows, step, form
+        training = self._specialiser.training(self._program, adapter.recipe, *parts)
         check_same(self._ranks, "the program", {"the training program": training_text(training)})
         tokens = self._planned_tokens if step is None else step[0] * step[1]
         return _SizedTraining(training, tokens, windows)
@@ -197,7 +201,6 @@ class EngineThread(Protocol):
         """Run a function between two steps, and wait for it."""
 
 
-_LOG = logging.getLogger("pcg.adapters")
 NamedAdapter: TypeAlias = str | Adapter | None
 """An adapter's name, or a served adapter; None for the base."""
 
@@ -211,6 +214,7 @@ class ModelState:
     Attributes:
         mesh: this rank's groups of ranks.
         stages: the layers of each pipeline stage; `stage` is this rank's stage.
+        base_name: the base's hub id or path, which adapters name; empty if unknown.
         free_before: free memory of a GPU before the weights were read, bytes; 0 for other devices.
         adapter_dtype: the dtype of adapters in training.
         grammars: compiles the guides of requests.
@@ -226,7 +230,8 @@ class ModelState:
         weights: TensorSource,
         specialiser: Specialiser,
         tokenizer: Tokenizer | None,
-        eos_ids: frozenset[int],
+        has_own_tokenizer: bool,
+        base_name: str,
         device: torch.device,
         mesh: RankMesh = SINGLE_MESH,
     ) -> None:
@@ -237,9 +242,8 @@ class ModelState:
         self.mesh = mesh
         self.stages = cut_stages(program.base, mesh.sizes.pp)
         self.stage = self.stages[mesh.stage]
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.grammars = Grammars(tokenizer, program.base.vocabulary, eos_ids)
+        self.base_name = base_name
+        self.set_tokenizer(tokenizer, is_own=has_own_tokenizer)
         self.device = device
         self.weight_store = WeightStore(program, weights, device, mesh.tp, mesh.parts)
         self.engine_thread: EngineThread | None = None
@@ -273,6 +277,21 @@ class ModelState:
             layers = model  # stages count equal pages for an adapter
             kind = partial(RaggedTables, defers=self.mesh.sizes.pp == self.mesh.sizes.cp == 1)
         return kind(layers, self._served, self.device, self.ranks, lora_dtype=self._copies_dtype)
+
+    def set_tokenizer(self, tokenizer: Tokenizer | None, *, is_own: bool = False) -> None:
+        """Replace the tokenizer, with the tokens that end output and the compiler of guides.
+
+        Args:
+            is_own: the tokenizer's files name all tokens that end the model's output.
+        """
+        eos = self.program.config.get("eos_token_id")
+        named = () if eos is None else (eos,) if isinstance(eos, int) else eos
+        ends = () if tokenizer is None else tokenizer.eos_ids
+        self.eos_ids = frozenset(ends if is_own else (*ends, *named))
+        if tokenizer is not None:
+            tokenizer = dataclasses.replace(tokenizer, eos_ids=tuple(sorted(self.eos_ids)))
+        self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer, self.program.base.vocabulary, self.eos_ids)
 
     def add_listener(self, listener: StateListener) -> None:
         """Notify a weakly referenced listener of new programs and changed adapters."""
@@ -395,67 +414,41 @@ class ModelState:
         except Exception as error:  # recipes and files of others may raise any error
             raise as_pcg_error(error, f"making adapter {name!r}", AdapterError) from error
 
-    def _warn_of_other_base(self, adapter: Adapter) -> None:
-        """Warn if an adapter fits but names another base, as outputs may then be meaningless.
-
-        Only the last parts of the names are compared, as a model may be in a folder of its name.
-        """
-        config = self.program.config
-        bases = {self.program.name, str(config.get("_name_or_path") or "")}
-        base_name = adapter.base_model_name
-        if base_name and _last_part(base_name) not in set(map(_last_part, bases)):
-            _LOG.warning(
-                "adapter %r was trained on the base %r, and this one is %r; its outputs mean "
-                "something only if both have the same weights",
-                adapter.name,
-                base_name,
-                self.program.name,
-            )
+    def recipe(self, config: object) -> Recipe:
+        """Return the recipe of a new adapter; see `Executor.add_adapter`."""
+        recipe = recipe_from(config)
+        return learning_labels(recipe) if is_classifier(self.program.config) else recipe
 
     def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
         base = self.program.base
-        modules = base.module_shapes()
-        if isinstance(path_or_config, Path) or (
-            isinstance(path_or_config, str) and not is_shorthand(path_or_config)
-        ):
-            composite = self.program.config.get(COMPOSITE, "")
-            adapter = read_adapter(path_or_config, name, self.weight_store.is_own, composite)
-            adapter = with_joined_experts(
-                adapter,
-                modules,
-                base.output_module,
-                str(self.program.config["model_type"]),
-                self.program.renamings,
+        if is_saved(path_or_config):
+            adapter = saved_adapter(
+                path_or_config, name, self.program, self.weight_store, self.base_name
             )
-            check_fits(adapter, modules, self.program.name, base.output_module)
-            adapter = with_shared(adapter, modules)
-            check_biases(adapter, self._base_biases(adapter))
             check_finite(self.on_host(adapter), path_or_config)
+            template = adapter_template(adapter_directory(path_or_config))
+            adapter = dataclasses.replace(adapter, chat_template=template)
             self._served.check_range(adapter, self._copies_dtype)
-            self._warn_of_other_base(adapter)
         else:
             fresh = new_adapter(
                 name,
-                recipe_from(path_or_config),
-                modules,
+                self.recipe(path_or_config),
+                base.module_shapes(),
                 seed=seed,
                 output_layer=base.output_module,
                 model_type=str(self.program.config["model_type"]),
                 base_weights=self._linear,
             )
-            biases, base_name = self._base_biases(fresh), self.program.name
-            adapter = dataclasses.replace(fresh, biases=biases, base_model_name=base_name)
-            check_biases(adapter, adapter.biases)
-        adapter.recipe.check_embeddings(base.embedding_modules())
+            adapter = dataclasses.replace(
+                fresh,
+                replaced=replaced_of_base(fresh, self.weight_store),
+                base_model_name=self.base_name,
+            )
+            if is_classifier(self.program.config):
+                adapter = dataclasses.replace(adapter, extra={"task_type": SEQ_CLS})
+            check_replaced(adapter, base)
+        adapter.recipe.check_embeddings(base)
         return self.on_host(adapter)
-
-    def _base_biases(self, adapter: Adapter) -> dict[str, Tensor]:
-        biases: dict[str, Tensor] = {}
-        for source, parameter in self.weight_store.frozen():
-            module, _, kind = source.rpartition(".")
-            if kind == "bias" and adapter.recipe.trains_bias(module, adapter.weights):
-                biases[module] = self.weight_store.whole(source, parameter).clone()
-        return biases
 
     def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
         """Serve an adapter from memory, as the next version of its name.
@@ -511,7 +504,7 @@ class ModelState:
             return
         tables = self._tables(program.serving.model)
         logits = partial(self.logits, program.runner, tables)
-        yield from self_tests(adapter, self.vocabulary, logits)
+        yield from self_tests(adapter, self.program.base.tokens, logits)
         self._tested.add(key)
 
     def logits(
@@ -601,13 +594,18 @@ class ModelState:
         return moved
 
     def training(
-        self, adapter: Adapter, windows: bool, step: tuple[int, int] | None = None
+        self,
+        adapter: Adapter,
+        windows: bool,
+        step: tuple[int, int] | None = None,
+        form: LossForm = PLAIN_LOSS,
     ) -> Training:
         """Return the program that trains an adapter, for windows or for whole sequences.
 
         Args:
             step: the number of sequences in a step and of tokens per sequence, for a memory budget
                 in bytes; by default the step that the program was compiled for.
+            form: the form of the loss.
         Raises:
             MemoryBudgetError: the step needs more than the budget.
             UnsupportedError: the adapter's encoder was not saved with it.
@@ -619,8 +617,4 @@ class ModelState:
                 f"{recipe.encoder}, of which a saved adapter holds what it made alone; "
                 "train a fresh one, or go on from a checkpoint"
             )
-        return self._trainings.get(adapter, windows, step)
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()
+        return self._trainings.get(adapter, windows, step, form)

@@ -1,11 +1,12 @@
-"""The base model's weights by tensor, from safetensors files, a module, or random numbers.
+"""The base model's weights by tensor, from safetensors files or a module.
 
 Opening reads only headers; a tensor is mapped when it is loaded, and copied only if it is cast,
 transposed, fused, moved, or joined with others. A checkpoint may use other names than the model:
 
 - without or with the base prefix: `h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`, in old
   checkpoints that were saved without their head;
-- other words for parts of the name, which the program's `renamings` replace;
+- other words for parts of the name, which the program's `renamings` replace; a replacement such as
+  `q_proj[0:64],k_proj[64:96]` is of a tensor with the rows of several;
 - `experts.3.w1.weight`, … or `experts.3.gate_proj.weight`, … for the fused `experts.gate_up_proj`
   and `experts.down_proj` (transformers 5, conversion_mapping.py, "mixtral" and "qwen2_moe").
 """
@@ -22,7 +23,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,26 +31,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pcg.errors import WeightsError
 from pcg.formats.format import Format, Parts, StoredMatrix
-from pcg.formats.registry import EXPERT_PARTS
+from pcg.formats.registry import EXPERT_PARTS, FORMATS, stored_format
 from pcg.ranks.agreement import tensor_digest
 from pcg.ranks.shards import Ranges
 from pcg.source import ModelSource
 from pcg.tensor_file import TensorInfo, read_header
 
 Shape = tuple[int, ...]
+Rows = tuple[int, int] | None
 
 _JOINED = {".conv1d.weight": (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")}
 """Ends of names of tensors that checkpoints may store in parts, a range of rows each."""
 _QUANTIZED = (
-    "SCB", "qweight", "weight.absmax", "weight_packed", "weight_scale", "weight_scale_inv",
+    ".SCB", ".qweight", ".weight.absmax", ".weight_packed", ".weight_scale", ".weight_scale_inv",
+    "_blocks",
 )  # fmt: skip
-"""Suffixes of tensors that belong to a quantized matrix."""
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+"""Suffixes of a module's tensors that belong to a quantized matrix."""
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPE_NAMES = dict(zip(_FLOATS, ("F64", "F32", "F16", "BF16"), strict=True))
 
 
 class Weights(ABC):
@@ -58,10 +56,14 @@ class Weights(ABC):
 
     Attributes:
         dtypes: dtypes in the index that `load` reads.
+        decodes: True to dequantize matrices that are stored in a format.
+        drawn: the name of a tensor that is drawn, as transformers does, if the checkpoint has none.
         read_bytes: bytes of all tensors and parts of tensors read so far.
     """
 
     dtypes: Collection[str] = tuple(DTYPE_NAMES.values())
+    decodes = False
+    drawn: str | None = None
 
     def __init__(
         self,
@@ -100,14 +102,23 @@ class Weights(ABC):
                 damaged.
         """
         shape = tuple(shape)
-        self._check_float(name)
+        if (stored_part := self._quantized_part(name)) is not None:
+            decoded = self._decoded(name, stored_part, shape, dtype, transposed)
+            part = decoded[slices_of(ranges)] if ranges else decoded
+            return part.to(device) if out is None else out.copy_(part)
         stored_name = self._find(name)
         if stored_name is not None:
             # Biases of experts are [E, out], and [E, out, 1] in graphs.
-            is_bias = len(shape) > len(self.index[stored_name].shape)
+            stored = self.index[stored_name].shape
+            is_bias = len(shape) > len(stored) and shape[-1] == 1
             as_stored = partial(_as_stored, transposed=transposed, is_bias=is_bias)
-            self._check(name, stored_name, as_stored(shape))
-            tensor = self._take(stored_name, as_stored(ranges) if ranges else None)
+            if _is_joined(stored, as_stored(shape)):
+                self._check(name, stored_name, stored)
+                tensor = self._take(stored_name).view(as_stored(shape))
+                tensor = tensor[slices_of(as_stored(ranges))] if ranges else tensor
+            else:
+                self._check(name, stored_name, as_stored(shape))
+                tensor = self._take(stored_name, as_stored(ranges) if ranges else None)
             if transposed:
                 tensor = tensor.mT
             if is_bias:
@@ -142,7 +153,12 @@ class Weights(ABC):
         return None
 
     def quantized(
-        self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
+        self,
+        name: str,
+        shape: Sequence[int],
+        format_: Format,
+        transposed: bool = False,
+        experts: range | None = None,
     ) -> tuple[Parts, ...]:
         """Read a matrix as it is stored in a format, or quantize a float matrix.
 
@@ -150,19 +166,22 @@ class Weights(ABC):
 
         Args:
             name, shape, transposed: as for `load`.
+            experts: the experts to read, of a shape [experts, out, in]; all by default.
         Raises:
             WeightsError: the checkpoint should have the matrix in this format, and has not.
         """
-        *experts, rows, columns = shape
+        *count, rows, columns = shape
+        if count and experts is None:
+            experts = range(*count)
         format_.check(shape, name)
         if not self.config.get("quantization_config"):
             dtype = self.float_dtype(name)
             places: list[Ranges | None] = [None]
-            if experts:
-                places = [((e, e + 1), (0, rows), (0, columns)) for e in range(*experts)]
+            if experts is not None:
+                places = [((e, e + 1), (0, rows), (0, columns)) for e in experts]
             weights = (self.load(name, shape, dtype, transposed, ranges=at) for at in places)
             return tuple(format_.quantize(weight.view(rows, columns)) for weight in weights)
-        if transposed and not experts and format_.library != "bitsandbytes":
+        if transposed and experts is None and format_.library != "bitsandbytes":
             raise WeightsError(
                 f"{name} belongs to a Conv1D, whose order {self.where} may store as [in, out] in "
                 f"{format_.name}; use a checkpoint of bitsandbytes, or float weights with "
@@ -170,8 +189,8 @@ class Weights(ABC):
             )
         # bitsandbytes stores the matrix of a Conv1D as [out, in], like that of a Linear.
         for candidate in self._names(name):
-            if experts:
-                every = self._stored_experts(candidate, shape, format_)
+            if experts is not None:
+                every = self._stored_experts(candidate, (rows, columns), format_, experts)
             else:
                 module = candidate.removesuffix(".weight")
                 every = [self._stored_matrix(module, rows, columns, format_)]
@@ -187,21 +206,35 @@ class Weights(ABC):
             "use the files of this checkpoint"
         )
 
+    def _decoded(
+        self, name: str, part: str, shape: Shape, dtype: torch.dtype, transposed: bool
+    ) -> Tensor:
+        """Dequantize a matrix or the experts' matrices, of which `part` is stored."""
+        stored = stored_format(self.config)
+        if stored is None or not self.decodes:
+            raise WeightsError(
+                f"{name} of {self.where} is stored quantized ({part}), and its "
+                "quantization_config skips it, as bitsandbytes' does experts; remove it from the "
+                "skipped modules (ignore, modules_to_not_convert, llm_int8_skip_modules), or use "
+                "the float checkpoint"
+            )
+        format_ = FORMATS[stored.name]
+        every = self.quantized(name, shape, format_, transposed)
+        return torch.cat([format_.whole(parts, dtype) for parts in every]).view(shape)
+
     def _stored_experts(
-        self, name: str, shape: Sequence[int], format_: Format
+        self, name: str, shape: Shape, format_: Format, experts: range
     ) -> list[Parts | None]:
-        """Read experts of a single tensor, or those of modules of their own."""
-        experts, rows, columns = shape
+        """Read experts' matrices of a single tensor, or those of modules of their own."""
+        rows, columns = shape
         module, _, fused = name.rpartition(".")
         for parts in EXPERT_PARTS.get(fused, ()):
-            paths = [f"{module}.{expert}.{part}" for expert in range(experts) for part in parts]
+            paths = [f"{module}.{expert}.{part}" for expert in experts for part in parts]
             size = rows // len(parts)
             every = [self._stored_matrix(path, size, columns, format_) for path in paths]
             if any(every):
                 return every
-        return [
-            self._stored_matrix(name, rows, columns, format_, expert) for expert in range(experts)
-        ]
+        return [self._stored_matrix(name, rows, columns, format_, expert) for expert in experts]
 
     def _stored_matrix(
         self, module: str, rows: int, columns: int, format_: Format, expert: int | None = None
@@ -236,23 +269,16 @@ class Weights(ABC):
                 )
         return parts
 
-    def _check_float(self, name: str) -> None:
-        """Refuse a matrix that is stored quantized, and not declared so."""
+    def _quantized_part(self, name: str) -> str | None:
+        """Return a tensor that is stored of a quantized matrix; None for a float matrix."""
         for candidate in self._names(name) if self.config.get("quantization_config") else ():
             path, _, fused = candidate.removesuffix(".weight").rpartition(".")
-            modules = [
-                f"{path}.{fused}",
-                *(f"{path}.0.{p[0]}" for p in EXPERT_PARTS.get(fused, ())),
-            ]
-            for module in modules:
-                other = next((s for s in _QUANTIZED if f"{module}.{s}" in self.index), None)
-                if other is not None:
-                    raise WeightsError(
-                        f"{name} of {self.where} is stored quantized ({module}.{other}), and its "
-                        "quantization_config skips it, as bitsandbytes' does experts; remove it "
-                        "from the skipped modules (ignore, modules_to_not_convert, "
-                        "llm_int8_skip_modules), or use the float checkpoint"
-                    )
+            experts = (f"{path}.0.{parts[0]}" for parts in EXPERT_PARTS.get(fused, ()))
+            for module in (f"{path}.{fused}", *experts):
+                for suffix in _QUANTIZED:
+                    if module + suffix in self.index:
+                        return module + suffix
+        return None
 
     def float_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a floating-point tensor is stored in."""
@@ -268,6 +294,40 @@ class Weights(ABC):
     def stored(self, name: str) -> Tensor:
         """Return a stored tensor in the index, as it is."""
         return self._take(name)
+
+    def stored_names(self, name: str, shape: Shape) -> tuple[str, ...]:
+        """Return the checkpoint's names of a tensor, or of its parts in the order of experts.
+
+        Raises:
+            WeightsError: there is none.
+        """
+        stored_name, parts = self._find(name), self._expert_parts(name, shape)
+        if stored_name is None and parts is None:
+            raise WeightsError(self._missing(name))
+        every = [part for expert in parts or () for part in expert]
+        return tuple(every) if stored_name is None else (stored_name,)
+
+    def quantized_suffixes(self, name: str) -> dict[str, str]:
+        """Return what follows a module's path in each name that `quantized` reads, by the name."""
+        for candidate in self._names(name):
+            start = candidate.removesuffix("weight")
+            names = [n for n in self.index if n.startswith(start) and n != f"{start}bias"]
+            if names:
+                return {each: each.removeprefix(start) for each in names}
+        return {}
+
+    def as_stored(
+        self, name: str, tensor: Tensor, transposed: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stored tensors, by name in the index, of a tensor as `load` returns it."""
+        stored_name = self._find(name)
+        if stored_name is not None:
+            tensor = tensor.mT if transposed else tensor
+            yield stored_name, tensor.reshape(self.index[stored_name].shape)
+            return
+        experts = self._expert_parts(name, tuple(tensor.shape)) or ()
+        for expert, parts in zip(tensor, experts, strict=True):
+            yield from zip(parts, expert.chunk(len(parts)), strict=True)
 
     def unused(self) -> tuple[str, ...]:
         return tuple(sorted(self.index.keys() - self._used))
@@ -324,11 +384,14 @@ class Weights(ABC):
         return None
 
     def _join(self, name: str, shape: Shape, ranges: Ranges | None) -> Tensor:
-        """Return a tensor from its parts, ranges of rows in order."""
+        """Return a tensor from its parts, ranges of rows in order; one without is `drawn`."""
         end = next((end for end in _JOINED if name.endswith(end)), "")
         names = [self._find(name.removesuffix(end) + part) for part in _JOINED.get(end, ())]
         parts = [self._take(part) for part in names if part is not None]
-        if not parts or len(parts) < len(names) or any(p.shape[1:] != shape[1:] for p in parts):
+        if name == self.drawn:
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            parts = [noise * self.config.get("initializer_range", 0.02)]
+        elif not parts or len(parts) < len(names) or any(p.shape[1:] != shape[1:] for p in parts):
             raise WeightsError(self._missing(name))
         joined = torch.cat(parts)
         if joined.shape != shape:
@@ -398,13 +461,13 @@ class Checkpoint(Weights):
     """The safetensors files of a model, by the model's names.
 
     Args:
-        stored: each tensor's file and name in it.
+        stored: each tensor's file, name in it, and rows of that tensor; None for all.
     """
 
     def __init__(
         self,
         index: Mapping[str, TensorInfo],
-        stored: Mapping[str, tuple[Path, str]],
+        stored: Mapping[str, tuple[Path, str, Rows]],
         base_prefix: str,
         source: ModelSource,
     ) -> None:
@@ -420,18 +483,24 @@ class Checkpoint(Weights):
         if not source.weight_files:
             raise WeightsError(f"{source.name} has no weights; give a directory with safetensors")
         index: dict[str, TensorInfo] = {}
-        stored: dict[str, tuple[Path, str]] = {}
+        stored: dict[str, tuple[Path, str, Rows]] = {}
         for file in source.weight_files:
             for stored_name, info in read_header(file, WeightsError).items():
-                name = _renamed(stored_name, renamings)
-                if name in stored:
-                    other = stored[name][0]
-                    raise WeightsError(f"{name} is both in {other} and in {file}; keep one")
-                index[name], stored[name] = info, (file, stored_name)
+                for name, rows in _renamed(stored_name, renamings):
+                    if name in stored:
+                        other = stored[name][0]
+                        raise WeightsError(f"{name} is both in {other} and in {file}; keep one")
+                    index[name], stored[name] = info, (file, stored_name, rows)
+                    if rows is not None:
+                        size = min(rows[1], info.shape[0]) - rows[0]
+                        index[name] = TensorInfo(info.dtype, (size, *info.shape[1:]))
         return cls(index, stored, base_prefix, source)
 
     def _read(self, name: str, ranges: Ranges | None) -> Tensor:
-        file, stored_name = self._stored[name]
+        file, stored_name, rows = self._stored[name]
+        if rows is not None:
+            (start, stop), *others = ranges or [(0, size) for size in self.index[name].shape]
+            ranges = ((rows[0] + start, rows[0] + stop), *others)
         try:
             if file not in self._handles:
                 self._handles[file] = safe_open(file, framework="pt")
@@ -445,8 +514,13 @@ class Checkpoint(Weights):
             raise WeightsError(f"{file} cannot be read at {stored_name}: {error}") from error
         return tensor
 
+    @property
+    def places(self) -> Mapping[str, tuple[Path, str, Rows]]:
+        """The file of each tensor in the index, its name there, and its rows of that tensor."""
+        return self._stored
+
     def identity(self) -> str:
-        return identity_of(file for file, _ in self._stored.values())
+        return identity_of(file for file, *_ in self._stored.values())
 
     def release(self) -> None:
         # A file stays mapped while a tensor is a view of it.
@@ -456,63 +530,21 @@ class Checkpoint(Weights):
         return str(self._stored[name][0])
 
 
-def _renamed(name: str, renamings: Sequence[Sequence[str]]) -> str:
-    """Return the model's name of a checkpoint's tensor."""
+_SPLIT = re.compile(r"(.*?)(\w+\[\d+:\d+\](?:,\w+\[\d+:\d+\])+)(.*)")
+
+
+def _renamed(name: str, renamings: Sequence[Sequence[str]]) -> Iterator[tuple[str, Rows]]:
+    """Yield the model's names of a checkpoint's tensor, and the rows of each."""
     for pattern, replacement in renamings:
         name = re.sub(pattern, replacement, name, count=1)
-    return name
-
-
-class RandomWeights:
-    """Random weights for measurements, as vLLM's `dummy` load format, by seed and name.
-
-    Matrices are normal with the configuration's `initializer_range`, as in transformers before
-    training; vectors are ones, and biases zeros. All ranks and all runs have equal weights.
-    """
-
-    def __init__(self, std: float = 0.02, seed: int = 0) -> None:
-        self._std = std
-        self._seed = seed
-
-    def load(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-        device: torch.device | str = "cpu",
-        ranges: Ranges | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Generate a tensor, or a part of it; see `Weights.load`."""
-        if len(shape) < 2:
-            whole = torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
-        else:
-            generator = torch.Generator().manual_seed(crc32(f"{self._seed} {name}".encode()))
-            whole = torch.randn(*shape, generator=generator) * self._std
-        part = whole if ranges is None else whole[slices_of(ranges)]
-        return part.to(device, dtype).contiguous() if out is None else out.copy_(part)
-
-    def shared(self, name: str, *place: object) -> None:
-        """Return None: no tensor exists before it is loaded; see `Weights.shared`."""
-
-    def remote(self, name: str, *place: object) -> None:
-        """Return None: all tensors are local; see `Weights.remote`."""
-
-    def quantized(
-        self, name: str, shape: Sequence[int], format_: Format, transposed: bool = False
-    ) -> tuple[Parts, ...]:
-        """Make a matrix, or an expert's each, and quantize it; see `Weights.quantized`."""
-        format_.check(shape, name)
-        whole = self.load(name, shape, torch.float32)
-        return tuple(map(format_.quantize, whole.view(-1, *shape[-2:])))
-
-    def identity(self) -> str:
-        """Return the seed and the deviation."""
-        return f"seed {self._seed}, deviation {self._std}"
-
-    def release(self) -> None:
-        """Do nothing: no file is open; see `Weights.release`."""
+    split = _SPLIT.fullmatch(name)
+    if split is None:
+        yield name, None
+        return
+    before, parts, behind = split.groups()
+    for part in parts.split(","):
+        module, first, end = re.split(r"[\[:]", part.removesuffix("]"))
+        yield before + module + behind, (int(first), int(end))
 
 
 def identity_of(files: Iterable[Path]) -> str:
@@ -530,6 +562,13 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+def _is_joined(stored: Shape, shape: Shape) -> bool:
+    """Return whether experts [E, n, m] are stored with their rows as one dim, [E n, …]: DBRX's."""
+    if len(shape) != 3 or len(stored) < 2 or stored == shape:
+        return False
+    return stored[0] == shape[0] * shape[1] and math.prod(stored[1:]) == shape[2]
 
 
 _Sizes = TypeVar("_Sizes", Shape, Ranges)

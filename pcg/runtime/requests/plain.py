@@ -47,7 +47,7 @@ def adapter_facts(adapter: Adapter) -> Mapping[str, str]:
     """Return an adapter's facts as texts."""
     named = {
         **{f"weights of {path}": each.tensors for path, each in adapter.weights.items()},
-        **{f"the bias of {path}": (bias,) for path, bias in adapter.biases.items()},
+        **{name: (tensor,) for name, tensor in adapter.replaced.items()},
         **{f"weights of {name}": (each,) for name, each in adapter.shared.items()},
         **{f"weights of {name}": (each,) for name, each in adapter.encoder.items()},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -259,6 +260,17 @@ def completions_of(chunks: Iterable[Chunk]) -> list[Completion]:
     return [completions[key] for key in sorted(completions)]
 
 
+def classifying(labels: int) -> dict[str, Any]:
+    """Return the fields of a request for the probabilities of a sequence classifier's labels."""
+    return {"max_new_tokens": 1, "ignore_eos": True, "logprobs": labels}
+
+
+def label_probabilities(completion: Completion) -> list[float]:
+    """Return the probabilities of all labels, in order, of a request with those fields."""
+    (only,) = completion.logprobs or ()
+    return [math.exp(logprob) for _, logprob in sorted(only.top)]
+
+
 class ServedModel(Protocol):
     """The part of `pcg.runtime.model.state.ModelState` that requests need."""
 
@@ -346,8 +358,8 @@ def _encode(
             ) from error
     if state.tokenizer is None:
         raise GenerationError(
-            "the model came without a tokenizer.json; put one into its directory, or give "
-            "prompts as lists of token ids"
+            "the model came without a tokenizer.json; put one into its directory (in Python, "
+            "prompts may be lists of token ids)"
         )
     if not prompt:
         raise GenerationError(f"prompt {index} is empty; give at least one character")

@@ -11,11 +11,14 @@ requests.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from jinja2 import ext, nodes, sandbox, utils
@@ -24,7 +27,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
 from pcg.errors import ConfigError, DataError, GenerationError
-from pcg.files import json_value
+from pcg.files import expanded, is_file, json_value, read_text, shown_path
+from pcg.units import shown
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -43,6 +47,13 @@ _CUTS = (
 _REASONING = re.compile(r"\.split\((['\"])</think>\1\)\[0\]")
 _ANSWER = re.compile(r"\.split\((['\"])</think>\1\)\[-1\]")
 """Expressions that extract the reasoning or the answer from a content."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold the reasoning before its content."""
+_READS = re.compile(rf"""(?:\.|\[['"]|get\(['"])({"|".join(REASONING)})\b""")
+_JOINS_ARGUMENTS = re.compile(r"\+\s*\w+\[(['\"])function\1\]\[(['\"])arguments\2\]\s*\+")
+"""Concatenations of DeepSeek's templates, which need text where others dump objects."""
+_NO_CONTENT = re.compile(r"\[(['\"])content\1\] is none")
+_PROBE = "\U000f0103"
 
 
 class ChatTemplate:
@@ -71,6 +82,26 @@ class ChatTemplate:
                 raise ConfigError(
                     f"chat template {name!r}, line {error.lineno}: {error.message}"
                 ) from error
+            except Exception as error:  # jinja2 evaluates constant expressions, which may fail
+                kind = type(error).__name__
+                raise ConfigError(f"chat template {name!r} fails with {kind}: {error}") from error
+        self._forms: dict[str, _Form] = {}  # of templates that were rendered
+
+    @classmethod
+    def read(cls, template: str | os.PathLike[str]) -> Self:
+        """Return the template of a file, or of a text, which has braces.
+
+        Raises:
+            ConfigError: the file is missing, or the template is not valid jinja.
+        """
+        if isinstance(template, str) and "{" in template:
+            return cls({"default": template})
+        path = expanded(template)
+        if not is_file(path):
+            raise ConfigError(
+                f"no chat template file {shown_path(path)}; give a path, or the template's text"
+            )
+        return cls({"default": read_text(path, ConfigError)})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sources,)
@@ -98,14 +129,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render messages as text.
+        """Render messages as text, in the form that the template reads.
 
         Raises:
             GenerationError: the template refuses the messages, or fails on them.
         """
+        name = self._name(tools)
+        template = self._templates[name]
+        if name not in self._forms:
+            self._forms[name] = _Form.of(self.sources[name], template)
         try:
-            return self._templates[self._name(tools)].render(
-                messages=messages,
+            return template.render(
+                messages=[self._forms[name].shown(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 **{"documents": None, **variables},
@@ -145,6 +180,66 @@ class ChatTemplate:
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of messages that a template reads.
+
+    Attributes:
+        reasoning: the keys of a message that it reads reasoning from.
+        joins_arguments: the arguments of calls have to be text.
+        no_content: the content of a message with calls has to be None if it is empty.
+        only_parts: contents have to be lists of parts.
+    """
+
+    reasoning: tuple[str, ...]
+    joins_arguments: bool
+    no_content: bool
+    only_parts: bool
+
+    @classmethod
+    def of(cls, source: str, template: jinja2.Template) -> _Form:
+        """Return the form that a template reads, by its source and by two renderings."""
+        shows = []
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            messages = [{"role": "user", "content": content}]
+            tokens = dict.fromkeys(("bos_token", "eos_token"), "")
+            shows.append(False)
+            with suppress(Exception):  # templates may raise any error
+                shows[-1] = _PROBE in template.render(messages=messages, **tokens)
+        return cls(
+            reasoning=tuple(dict.fromkeys(_READS.findall(source))),
+            joins_arguments=_JOINS_ARGUMENTS.search(source) is not None,
+            no_content=_NO_CONTENT.search(source) is not None,
+            only_parts=shows == [False, True],
+        )
+
+    def shown(self, message: Message) -> Message:
+        """Return a message in this form."""
+        if not isinstance(message, Mapping):
+            return message
+        changed = dict(message)
+        for key in REASONING:
+            if key in changed and self.reasoning and key not in self.reasoning:
+                changed.setdefault(self.reasoning[0], changed.pop(key))
+        content, calls = changed.get("content"), changed.get("tool_calls")
+        if calls and self.no_content and content == "":
+            changed["content"] = None
+        if calls and self.joins_arguments:
+            changed["tool_calls"] = [_with_text(call) for call in calls]
+        if self.only_parts and isinstance(content, str):
+            changed["content"] = [{"type": "text", "text": content}]
+        return changed
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = _tojson(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _environment() -> jinja2.Environment:
@@ -211,6 +306,18 @@ class _Generation(ext.Extension):
     def _wrap(self, marks: Any, caller: Macro) -> str:
         said = str(caller())
         return f"{_OPEN}{said}{_CLOSE}" if marks else said
+
+
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template"))
+
+
+def check_variables(value: Any, where: str) -> dict[str, Any]:
+    """Return the variables of a chat template that are not null. DataError: no such object."""
+    if not isinstance(value, Mapping) or _RESERVED.intersection(value):
+        raise DataError(
+            f"{where} is {shown(value)}; expected an object without {', '.join(sorted(_RESERVED))}"
+        )
+    return {name: item for name, item in value.items() if item is not None}
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

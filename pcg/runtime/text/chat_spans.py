@@ -21,13 +21,11 @@ from contextlib import suppress
 from os.path import commonprefix
 
 from pcg.errors import DataError, GenerationError
-from pcg.runtime.text.chat import Message, Span
+from pcg.runtime.text.chat import REASONING, Message, Span
 from pcg.units import shown
 
 Render = Callable[[Sequence[Message], bool], str]
 """Renders messages; the flag is add_generation_prompt."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold the reasoning before its content."""
 _MARK = re.compile("</?think>")
 _OTHER = "\U000f0102"
 """A private-use character, as a content unequal to every message."""
@@ -174,6 +172,8 @@ def _span(
         and _is_always_prompted(messages[: index + 1], render)
     ):
         after = None  # the text so far has a header that no message has
+    if before is None and after is not None and messages[index].get("tool_calls"):
+        before = _shared_prefix(text, messages[:index], render)
     if before is not None and after is not None:
         return before, _without_line_break(text, before, after, ends)
     start, end = _contrast(text, messages, index, render)
@@ -193,6 +193,19 @@ def _prefix(
     except GenerationError:  # a template may refuse a chat without a user, or without messages
         return None
     return len(prefix) if text.startswith(prefix) else None
+
+
+def _shared_prefix(text: str, messages: Sequence[Message], render: Render) -> int | None:
+    """Return the length of the part of the generation prompt that a message begins with.
+
+    The prompt of a reasoning model may open reasoning that the message does not have.
+    """
+    with suppress(GenerationError):
+        history, prompted = render(messages, False), render(messages, True)
+        shared = re.sub("<[^<>]*$", "", commonprefix((text, prompted)))  # noqa: RUF071
+        if shared.startswith(history) and len(shared) > len(history):
+            return len(shared)
+    return None
 
 
 def _is_always_prompted(messages: Sequence[Message], render: Render) -> bool:
@@ -218,6 +231,7 @@ def _contrast(text: str, messages: Sequence[Message], index: int, render: Render
         spoken = {key: _OTHER for key in ("content", *REASONING) if key in message}
         other = render([*messages[:index], {**message, **spoken}, *messages[index + 1 :]], False)
     if _OTHER not in other:
+        _check_said(text, messages, index)
         raise DataError(
             "the chat template rewrites earlier turns, or ends every text with the assistant's "
             f"header, and message {index} cannot be found in its text; mark the assistant's text "

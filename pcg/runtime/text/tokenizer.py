@@ -9,18 +9,22 @@ ids, including special tokens of the post-processor. Other data is read from the
     chat template           chat_template.jinja, else tokenizer_config.json "chat_template"
 """
 
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
-from pcg.errors import ConfigError, GenerationError, ModelNotFoundError
+from pcg.errors import AdapterError, ConfigError, GenerationError, ModelNotFoundError
 from pcg.files import is_directory, is_file, read_json, read_text, shown_path
 from pcg.runtime.text.chat import ChatTemplate, Message
 from pcg.runtime.text.output_text import StreamDecoder
+from pcg.source import TEMPLATE, tokenizer_directory
 from pcg.units import shown
 
 Json = Mapping[str, Any]
@@ -30,6 +34,7 @@ _REPAIR = "; repair or download it again"
 _LONG = 10_000
 """Number of characters or tokens beyond which batch calls are used, as conversions take more than
 some milliseconds, and the library releases Python's lock only in batch calls."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 
 
@@ -52,6 +57,7 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer`, without truncation and padding.
         special_tokens: texts of the named special tokens, such as "bos_token": "<s>".
         eos_ids: all tokens that end a model's output.
+        source: the directory, or the transformers tokenizer; None without files.
     """
 
     backend: tokenizers.Tokenizer
@@ -61,6 +67,40 @@ class Tokenizer:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     chat_template: ChatTemplate | None = None
+    source: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Return the tokenizer of a directory, of a hub id, or of a transformers tokenizer.
+
+        Raises:
+            ModelNotFoundError: there is no such directory or model, or no tokenizer.json.
+            ConfigError: a file is damaged.
+        """
+        if isinstance(tokenizer, cls):
+            return tokenizer
+        if isinstance(tokenizer, str | os.PathLike):
+            return cls.load(tokenizer_directory(tokenizer, downloads=True) or Path(tokenizer))
+        if not hasattr(tokenizer, "save_pretrained"):
+            raise ConfigError(
+                f"a {type(tokenizer).__name__} is no tokenizer; give a directory, a hub id, or a "
+                "tokenizer of transformers"
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            return replace(cls.load(directory), source=tokenizer)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files into a directory, as `AutoTokenizer` reads them."""
+        if isinstance(self.source, Path):
+            if self.source.resolve() == directory.resolve():
+                return
+            (directory / TEMPLATE).unlink(missing_ok=True)  # of an adapter that is replaced
+            for name in (*FILES, TEMPLATE):
+                if is_file(self.source / name):
+                    shutil.copyfile(self.source / name, directory / name)
+        elif self.source is not None:
+            self.source.save_pretrained(directory)
 
     @classmethod
     def load(cls, directory: str | Path, chat_template: str | Path | None = None) -> Self:
@@ -99,6 +139,7 @@ class Tokenizer:
             eos_ids=tuple(sorted({*output_ends, *(() if eos_id is None else (eos_id,))})),
             pad_id=_first(_named_id(backend, texts, "pad_token", files)),
             chat_template=_find_template(directory, config, chat_template),
+            source=directory,
         )
 
     @property
@@ -158,8 +199,8 @@ class Tokenizer:
         if self.chat_template is None:
             raise GenerationError(
                 "the model has no chat template, so messages cannot become text; put a "
-                "chat_template.jinja beside tokenizer.json, give Tokenizer.load(chat_template=…), "
-                "or use plain prompts"
+                "chat_template.jinja beside tokenizer.json, give a chat_template, or use plain "
+                "prompts"
             )
         return self.chat_template
 
@@ -278,6 +319,23 @@ def _ids_of(name: str, files: Mapping[str, Json]) -> tuple[int, ...]:
     return ()
 
 
+def adapter_template(directory: Path) -> str | None:
+    """Return the text of the chat template in an adapter's folder; None without.
+
+    Raises:
+        AdapterError: the template cannot be read, or does not compile.
+    """
+    file = directory / TEMPLATE
+    if not is_file(file):
+        return None
+    text = read_text(file, AdapterError)
+    try:
+        ChatTemplate({"default": text})
+    except ConfigError as error:
+        raise AdapterError(f"{shown_path(file)}: {error}") from error
+    return text
+
+
 def _find_template(
     directory: Path, config: Json, override: str | Path | None
 ) -> ChatTemplate | None:
@@ -286,7 +344,7 @@ def _find_template(
     ConfigError: the file is missing, or the template is not valid.
     """
     if override is not None:
-        return ChatTemplate({"default": _override_text(override)})
+        return ChatTemplate.read(override)
     sources: dict[str, str] = {}
     template = config.get("chat_template")
     if isinstance(template, str):
@@ -306,20 +364,7 @@ def _find_template(
     named = directory / "additional_chat_templates"
     for path in sorted(named.glob("*.jinja")) if is_directory(named) else []:
         sources[path.stem] = read_text(path, ConfigError)
-    file = directory / "chat_template.jinja"
+    file = directory / TEMPLATE
     if is_file(file):
         sources["default"] = read_text(file, ConfigError)
     return ChatTemplate(sources) if sources else None
-
-
-def _override_text(override: str | Path) -> str:
-    """Return a template's text, read from its file if a path is given."""
-    # Templates have braces; paths hardly ever do.
-    if isinstance(override, str) and "{" in override:
-        return override
-    path = Path(override)
-    if not is_file(path):
-        raise ConfigError(
-            f"no chat template file {shown_path(path)}; give a path, or the template's text"
-        )
-    return read_text(path, ConfigError)

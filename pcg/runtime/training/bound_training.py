@@ -7,6 +7,7 @@ backward in chunks of target tokens, so that logits never exist for all tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pcg.errors import UnsupportedError
+from pcg.ir.graph import Graph
 from pcg.ir.program.layer_order import layers_of_pass
 from pcg.ir.program.program import Training, python_name
 from pcg.ir.types import TensorType
@@ -42,9 +45,12 @@ class BoundTraining:
     """A training program with the base's weights and an adapter bound.
 
     Attributes:
+        noise: the factor of NEFTune's noise in the first layer's input; 0 without noise.
         head_rows: rows of the head if the loss is computed in blocks of rows, as on CPUs, where
             reading the whole head for each small chunk of tokens would dominate; else 0.
     """
+
+    noise = 0.0
 
     def __init__(
         self,
@@ -103,6 +109,22 @@ class BoundTraining:
         self._drops_in_loss = drops_in(training.model.epilogue)
         self._graphs: WindowGraphs | None = None
         self._graphs_of: KvCache | None = None
+
+    def use_noise(self, alpha: float | None) -> None:
+        """Add NEFTune's noise to the embeddings in further passes; None for no noise.
+
+        Raises:
+            UnsupportedError: the first layer's input is no linear function of the embeddings, or
+                ranks divide the tokens among them.
+        """
+        self.noise = 0.0
+        if alpha is not None:
+            if self._is_sequence_parallel:
+                raise UnsupportedError(
+                    f"neftune_noise_alpha={alpha:g} over {self.mesh.sizes}: each rank has a part "
+                    "of the embeddings; leave it out, or use tp=1"
+                )
+            self.noise = alpha * noise_scale(self.training.model.prologue)
 
     def plan_for(self, sequences: int, tokens: int, for_all: bool = False) -> None:
         """Switch to a plan within the memory budget for a number of sequences and tokens.
@@ -330,6 +352,8 @@ class BoundTraining:
 
     def window_graphs(self, cache: KvCache) -> WindowGraphs | None:
         """Return the recorded windows of the adapter over a cache; None if not recordable."""
+        if self.noise:  # which recorded prologues have not
+            return None
         if self._graphs_of is not cache:
             recorder = None
             if self.ranks.size == 1 and self.link is None and cache.pages is not None:
@@ -363,6 +387,21 @@ class BoundTraining:
         )
         self._accumulate(self._first, training.prologue_trained, trained)
 
+    def add_noise(self, batch: Batch, x: Tensor, lengths: Sequence[int]) -> None:
+        """Add noise to the first layer's input x of a batch, [T, d], in place.
+
+        Args:
+            lengths: the number of tokens of each of the batch's sequences, by their spans.
+        """
+        bounds = [self.noise / math.sqrt(length * x.shape[1]) for length in lengths]
+        for span, bound in zip(batch.spans, bounds, strict=True):
+            for part in batch.random_parts(span, _NOISE_KEY):
+                drawn = torch.empty(part.whole, x.shape[1], dtype=torch.float32, device=x.device)
+                drawn.uniform_(-bound, bound, generator=part.generator)
+                virtual = max(span.start + span.virtual - part.start, 0)
+                noise = drawn[part.skipped : part.skipped + part.count][virtual:]
+                x[part.start : part.start + part.count][virtual:] += noise.to(x.dtype)
+
     def _watched(self, requests: ProductRequest[Result]) -> ProductRequest[Result]:
         return requests if self._freed is None else self._freed.between(requests)
 
@@ -386,3 +425,49 @@ class BoundTraining:
             taken.add(gradient.data_ptr())
         if sums:  # a single launch on a GPU
             torch._foreach_add_(sums, added)
+
+
+_LINEAR = ("mul", "div", "add", "cast", "expand_add", "virtual_tokens", "all_reduce")
+_NOISE = "neftune_noise_alpha adds noise to embeddings of tokens"
+_NOISE_KEY = -1
+"""The key of random numbers for NEFTune; the keys of dropout are not negative."""
+
+
+def noise_scale(prologue: Graph) -> float:
+    """Return the factor by which the first layer's input depends on the embeddings.
+
+    Scalars within the embedding's module, as of Gemma, are part of the embeddings, to which
+    transformers' hook adds the noise.
+
+    Raises:
+        UnsupportedError: the dependence is no factor.
+    """
+    embedding = next(
+        (n for n in prologue.nodes if n.op.startswith("embedding") and "input_ids" in n.inputs),
+        None,
+    )
+    if embedding is None:
+        raise UnsupportedError(
+            f"{_NOISE}, and this model's prologue has no embedding of tokens, as with tp above 1; "
+            "leave it out"
+        )
+    value, factor = embedding.output.name, 1.0
+    while value != prologue.outputs[0]:
+        readers = prologue.consumers.get(value, ())
+        node = readers[0] if len(readers) == 1 else None
+        is_scalar = node is not None and node.op in ("mul", "div")
+        if (
+            node is None
+            or value in prologue.outputs
+            or node.op not in _LINEAR
+            or (is_scalar and (len(node.inputs) > 1 or node.get("reversed")))
+        ):
+            what = "several operators" if node is None else node.op
+            raise UnsupportedError(
+                f"{_NOISE}, which {what} reads before the first layer of this model; leave it out"
+            )
+        if is_scalar and node.scope != embedding.scope:
+            scalar = float(node.attribute("scalar"))  # type: ignore[arg-type]
+            factor *= scalar if node.op == "mul" else 1.0 / scalar
+        value = node.output.name
+    return factor

@@ -272,7 +272,7 @@ class CheckpointStore:
             if resume is True:
                 raise FinetuneError(
                     f"resume=True, but there is no checkpoint in {self.directory}; give the "
-                    'directory of the run to resume, or resume="auto" to start a new run'
+                    "directory of the run to resume, or leave resume out to start a new run"
                 )
             return None
         path, saved = last_good(candidates, read)
@@ -281,6 +281,12 @@ class CheckpointStore:
                 f"{path} is not a checkpoint of this kind of run; give another checkpoint_dir"
             )
         different = _differences(saved.trajectory, trajectory)
+        if len(different) == 1 and different[0].startswith("total_steps "):
+            raise FinetuneError(
+                f"{path} is of a run whose {different[0]}, and its schedule depends on the number "
+                "of steps; only constant schedules can be extended. Start from the adapter with "
+                "start_from, or start at step 0 with resume=False"
+            )
         if different:
             raise FinetuneError(
                 f"{path} is a checkpoint of another run: {'; '.join(different)}. Use its values, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,15 +18,18 @@ import torch
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.files import damage_of
-from pcg.peft.adapter import Adapter
+from pcg.options import LossForm
+from pcg.peft.adapter import Adapter, check_name
 from pcg.peft.registry import recipe_fields
 from pcg.ranks.agreement import agreed
 from pcg.ranks.group import broadcast_from_first, run_on_first
 from pcg.runtime.data.dataset import Dataset
-from pcg.runtime.data.example import Example
-from pcg.runtime.data.order import Batches
+from pcg.runtime.data.example import IGNORED, Example
+from pcg.runtime.data.order import Batch, Batches
+from pcg.runtime.data.streaming import StreamedRows
 from pcg.runtime.model.base_weights import base_digest
 from pcg.runtime.model.state import ModelState
+from pcg.runtime.training.callbacks import Listeners
 from pcg.runtime.training.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -49,16 +52,18 @@ from pcg.runtime.training.publishers import (
     owned,
     start_adapter,
     start_facts,
+    with_template,
 )
 from pcg.runtime.training.run import Find, Objective, Run, StepNumbers
 from pcg.runtime.training.runner import evaluation_pass
 from pcg.runtime.training.step import TrainingStep
 from pcg.runtime.training.training_data import (
+    batches_of,
     check_with_prompt,
     job_data,
     places_of,
+    settled,
     total_steps,
-    with_planned_batch,
 )
 from pcg.runtime.training.work_units import (
     Interrupt,
@@ -70,21 +75,30 @@ from pcg.runtime.training.work_units import (
     noted_interrupts,
     run_to_end,
 )
+from pcg.units import shown
 
 _LOG = logging.getLogger("pcg.finetuning")
 _LEFT_OUT = (
-    "data", "eval_data", "log_every", "on_step", "peft", "progress", "record", "report_to", "resume"
+    "callbacks", "data", "eval_data", "formatting_func", "log_every", "on_step", "peft", "progress",
+    "record", "report_to", "resume",
 )  # fmt: skip
 """Arguments that a record's configuration omits, or contains in resolved form."""
 
 
-def finetune(state: ModelState, arguments: FinetuneArguments) -> FinetuneResult:
+Generate = Callable[..., Any]
+"""`Executor.generate`."""
+
+
+def finetune(
+    state: ModelState, arguments: FinetuneArguments, generate: Generate | None = None
+) -> FinetuneResult:
     """Train an adapter; see `Executor.finetune`."""
     name = arguments.adapter
+    check_name(name)
     is_new = name not in state.adapters
     interrupts: list[Interrupt] = []
     publisher = InPlacePublisher(state, name)
-    run = finetune_run(publisher, arguments, arguments.on_step, interrupts)
+    run = finetune_run(publisher, arguments, arguments.on_step, interrupts, generate)
     try:
         if state.world.size == 1:
             return run_to_end(run.work())
@@ -101,13 +115,15 @@ def finetune_run(
     arguments: FinetuneArguments,
     on_step: OnStep | None = None,
     interrupts: Sequence[Interrupt] = (),
+    generate: Generate | None = None,
 ) -> Run[FinetuneResult]:
     """Read the data of a job, find the checkpoint to resume from, and create the adapter.
 
     Args:
         interrupts: the interrupts of this rank; an interrupt of any rank ends the job.
+        generate: continues prompts by the trained adapter; None if that is not possible.
     """
-    objective = Supervised(publisher, arguments, interrupts)
+    objective = Supervised(publisher, arguments, interrupts, generate)
     options, total = objective.options, objective.total
     schedule = options.make_schedule(total)
     return Run(
@@ -117,7 +133,7 @@ def finetune_run(
         rate=lambda step: options.learning_rate * schedule(step),
         trajectory=objective.trajectory,
         config=objective.config,
-        on_step=on_step,
+        listeners=Listeners(on_step, arguments.callbacks),
     )
 
 
@@ -146,22 +162,39 @@ class Supervised(Objective[FinetuneResult]):
     kind = "finetune"
 
     def __init__(
-        self, publisher: Publisher, arguments: FinetuneArguments, interrupts: Sequence[Interrupt]
+        self,
+        publisher: Publisher,
+        arguments: FinetuneArguments,
+        interrupts: Sequence[Interrupt],
+        generate: Generate | None = None,
     ) -> None:
         """Read the data."""
-        self._publisher, self._interrupts = publisher, interrupts
+        self._publisher, self._interrupts, self._generate = publisher, interrupts, generate
+        self._rows: list[Mapping[str, object]] = []
+        if arguments.eval_samples and (generate is None or publisher.state.world.size > 1):
+            raise FinetuneError(
+                f"eval_samples={arguments.eval_samples}; prompts are continued by finetuning on "
+                "one rank, outside an engine, leave it out"
+            )
         self._model = model = publisher.state
         self.name, self.ranks, self.device = arguments.adapter, model.world, model.device
         self.doing = f"finetuning {self.name!r}"
         self.waits_for_page = not isinstance(arguments, JobArguments)
-        self.options = options = with_planned_batch(arguments, model)
+        self.options = options = settled(arguments, model)
         self._data, self._eval = job_data(options, model)
         self.evaluates = self._eval is not None
-        self._batches = Batches(
-            self._data.examples, **options.batch_bounds, seed=options.seed, shuffle=options.shuffle
-        )
+        if self.ranks.rank == 0 and (counts := self._data.counts()):
+            _LOG.info("%s: %s", self.name, counts)
+        self._batches = batches_of(self._data, options)
         self.total = total_steps(self._batches, options)
         self.trajectory = data_trajectory(options, self.total, self._batches, model)
+        if self._eval is not None:
+            metrics = ["loss", *(f"{name}_loss" for name in self._eval.names)]
+            if options.best_metric not in metrics:
+                raise FinetuneError(
+                    f"metric_for_best_model={options.metric_for_best_model!r}; the metrics are "
+                    f"{', '.join(f'eval_{name}' for name in metrics)}"
+                )
         if self._eval is not None and (options.patience or options.restores_best):
             evaluation = Batches(self._eval.examples, batch_size=1)
             self.trajectory["eval_data_checksum"] = evaluation.state_dict()["fingerprint"]
@@ -181,12 +214,15 @@ class Supervised(Objective[FinetuneResult]):
                 path, checkpoint = saved_run
             saved = None if checkpoint is None else checkpoint.adapter
             adapter = start_adapter(model, name, options.peft, options.seed, saved, self.total)
-            return checkpoint, adapter
+            return checkpoint, with_template(adapter, options.template())
 
         checkpoint, adapter = agreed(self.ranks, f"the start of {name!r}", begin, start_facts)
-        self._runner = runner = self._publisher.start(adapter)
+        self._runner = runner = self._publisher.start(
+            adapter, LossForm(smoothing=options.label_smoothing_factor)
+        )
         self._adapter = runner.adapter
         try:
+            runner.use_noise(options.neftune_noise_alpha)
             sizes, virtual = model.mesh.sizes, self._adapter.prompt_tokens
             largest = self._batches.largest(virtual, sizes.dp, sizes.cp)
             runner.plan_for(*largest, for_all=model.mesh.shards_base)
@@ -249,7 +285,9 @@ class Supervised(Objective[FinetuneResult]):
             with deferred_interrupts():
                 overwrite(self._settled(), self._best)
                 self._runner.scatter()
-        state = run.state
+        state, rows = run.state, self._data.examples
+        if isinstance(rows, StreamedRows) and self.ranks.rank == 0:
+            _LOG.info("%s: %s", self.name, rows.counts())
         first_data = yield from self._compare_first_data(state.losses)
         with deferred_interrupts():
             adapter = self._settled()
@@ -286,8 +324,11 @@ class Supervised(Objective[FinetuneResult]):
         change = LossChange.of(losses)
         if change.last <= min(change.first, losses[0]):
             return None
-        plan = self._batches.plan(0)[: self.options.gradient_accumulation_steps]
-        after = yield from self._mean_loss(self._data, plan)
+        plan = [
+            [index for index in indexes if self._data[index].ids]
+            for indexes in self._batches.plan(0)[: self.options.gradient_accumulation_steps]
+        ]
+        after, _ = yield from self._mean_loss(self._data, plan)
         return losses[0], after
 
     def _settled(self) -> Adapter:
@@ -297,6 +338,7 @@ class Supervised(Objective[FinetuneResult]):
 
     def end(self) -> None:
         self._step.drop_gradients()
+        self._batches.close()
         self._publisher.changed(self._adapter)
         self._publisher.ended()
 
@@ -314,7 +356,7 @@ class Supervised(Objective[FinetuneResult]):
         """
         options, mesh, device = self.options, self._model.mesh, self._runner.device
         self._step.drop_gradients()
-        epoch, first = self._batches.epoch, self._batches.index
+        epoch = self._batches.epoch
         # The last group of an epoch may be smaller.
         group = [*islice(self._batches, options.gradient_accumulation_steps)]
         examples = [example for batch in group for example in batch]
@@ -333,12 +375,11 @@ class Supervised(Objective[FinetuneResult]):
         reading = Reading(broadcast_from_first(mesh.model, numbers))
         yield reading
         *each, norm = reading.read()
-        for index, (loss, batch) in enumerate(zip(each, group, strict=True)):
+        for loss, batch in zip(each, group, strict=True):
             if not math.isfinite(loss):
-                places = self._places(epoch, first + index)
-                self._refuse(f"the loss is {loss:g}", batch, places, step, rate)
+                self._refuse(f"the loss is {loss:g}", batch, self._places(batch), step, rate)
         if not math.isfinite(norm):
-            places = [p for i in range(len(group)) for p in self._places(epoch, first + i)]
+            places = [place for batch in group for place in self._places(batch)]
             self._refuse(f"the norm of the gradients is {norm:g}", examples, places, step, rate)
         tokens = sum(len(example.ids) for example in examples)
         self._numbers = StepNumbers(epoch, sum(each) / targets, norm, tokens, targets)
@@ -348,10 +389,10 @@ class Supervised(Objective[FinetuneResult]):
         self._publisher.changed(self._adapter, self._runner.settle)
         return self._numbers
 
-    def _places(self, epoch: int, index: int) -> list[str]:
+    def _places(self, batch: Batch) -> list[str]:
         """Return the places of a batch's examples in the data."""
         places = places_of(self._data)
-        return [places[example] for example in self._batches.plan(epoch)[index]]
+        return [places[index] for index in batch.indexes]
 
     def _refuse(
         self, what: str, examples: Sequence[Example], places: Sequence[str], step: int, rate: float
@@ -381,14 +422,44 @@ class Supervised(Objective[FinetuneResult]):
     def evaluate(self, step: int) -> Work[Numbers]:
         assert self._eval is not None
         bounds = self.options.batch_bounds
-        plan = Batches(self._eval.examples, **bounds, shuffle=False).plan(0)
-        return {"loss": (yield from self._mean_loss(self._eval, plan))}
+        data, begin, total, targets = self._eval, 0, 0.0, 0.0
+        numbers: dict[str, float] = {}
+        for name, count in zip(data.names or ("",), data.parts or (len(data),), strict=True):
+            batches = Batches(data.examples[begin : begin + count], **bounds, shuffle=False)
+            plan = [[begin + index for index in indexes] for indexes in batches.plan(0)]
+            loss, weight = yield from self._mean_loss(data, plan)
+            if name:
+                numbers[f"{name}_loss"] = loss
+            begin, total, targets = begin + count, total + loss * weight, targets + weight
+        if self.options.eval_samples:
+            self._continue_prompts(step)
+        return {"loss": total / targets if data.names else loss, **numbers}
+
+    def _continue_prompts(self, step: int) -> None:
+        """Continue prompts of the evaluation data, for the log and the record."""
+        assert self._eval is not None
+        assert self._generate is not None
+        options, prompts = self.options, list[list[int]]()
+        for example in self._eval.examples[: options.eval_samples]:
+            begin = next(i for i, label in enumerate(example.labels) if i and label != IGNORED)
+            prompts.append(list(example.ids[:begin]))
+        tokenizer, most = self._model.tokenizer, options.eval_sample_tokens
+        completions = self._generate(prompts, adapter=self.name, max_new_tokens=most)
+        for ids, completion in zip(prompts, completions, strict=True):
+            prompt: object = ids if tokenizer is None else tokenizer.decode(ids)
+            text: object = completion.token_ids if tokenizer is None else completion.text
+            self._rows.append({"prompt": prompt, "completion": text})
+            _LOG.info("%s after step %d: %s → %s", self.name, step, shown(prompt), shown(text))
+
+    def samples(self) -> Sequence[Mapping[str, object]]:
+        rows, self._rows = self._rows, []
+        return rows
 
     def keep_best(self) -> None:
         self._best = owned(self._settled())
 
-    def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[float]:
-        """Return the mean loss of the target tokens of some batches, without dropout."""
+    def _mean_loss(self, data: Dataset, plan: Sequence[Sequence[int]]) -> Work[tuple[float, float]]:
+        """Return the mean loss of targets of some batches, without dropout, and their number."""
         replicas, sums = self._model.mesh.dp, torch.zeros(2, dtype=torch.float64)
         sums = sums.to(self._runner.device)
         for indexes in plan[replicas.rank :: replicas.size]:
@@ -400,7 +471,7 @@ class Supervised(Objective[FinetuneResult]):
         reading = Reading(self._model.mesh.data.all_reduce(sums))
         yield reading
         loss, count = reading.read()
-        return float(broadcast_from_first(self.ranks, sums.new_tensor(loss / count)))
+        return float(broadcast_from_first(self.ranks, sums.new_tensor(loss / count))), count
 
     # ------------------------------------------------------------------------------- the record
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
+from pcg.ir.module_paths import is_embedding
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.training.torch_optimizers import SHARED_KEYS, Optimizer
 
@@ -97,20 +98,26 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimizer of an adapter's parameters.
 
-    Biases do not decay, as decay would shrink the base's values.
+    Biases do not decay, as decay would shrink the base's values. With a ratio of LoRA+, groups of
+    matrices B and of vectors have it as `ratio`, and other groups have none (Hayou et al., 2024).
 
     Raises:
         FinetuneError: an option is out of range, or the optimizer does not support a parameter.
     """
     check_parameters(parameters, optimizer)
-    weights = [tensor for path, tensor in parameters.items() if not _is_bias(path)]
+    by_kind: dict[tuple[bool, bool], list[Tensor]] = {}
     # A pipeline stage may have no parameters.
-    groups: list[dict[str, Any]] = [{"params": weights if parameters else [torch.zeros(0, 0)]}]
-    biases = [tensor for path, tensor in parameters.items() if _is_bias(path)]
-    if biases:
-        groups.append({"params": biases})
-        if "weight_decay" in optimizer.options:
+    for path, tensor in (parameters or {"": torch.zeros(0, 0)}).items():
+        has_ratio = optimizer.ratio != 1.0 and (_is_b(path) or tensor.ndim == 1)
+        is_norm = path.endswith(".weight") and tensor.ndim == 1  # of `modules_to_save`
+        by_kind.setdefault((_is_bias(path) or is_norm, has_ratio), []).append(tensor)
+    groups: list[dict[str, Any]] = []
+    for (is_bias, has_ratio), tensors in sorted(by_kind.items(), key=lambda item: item[0]):
+        groups.append({"params": tensors, "is_bias": is_bias})
+        if is_bias and "weight_decay" in optimizer.options:
             groups[-1]["weight_decay"] = 0.0
+        if has_ratio:
+            groups[-1] |= {"ratio": optimizer.ratio, "lr": learning_rate * optimizer.ratio}
     optimizer_class: Any = optimizer.torch_class
     # Fused steps are recorded, but the first step of a dampened momentum differs from later steps.
     is_fused = optimizer.name in _FUSED and not optimizer.options.get("dampening")
@@ -131,9 +138,9 @@ def make_optimizer(
     if is_fused and device.type == "cpu":  # these kernels do not increment tensor versions
         result.register_step_post_hook(_count_versions)
     if has_device_rate(result):
-        rate = _rate(learning_rate, device)
+        rates = {rate: _rate(rate, device) for rate in {g["lr"] for g in result.param_groups}}
         for group in result.param_groups:
-            group["lr"] = rate
+            group["lr"] = rates[group["lr"]]
     return result
 
 
@@ -151,6 +158,16 @@ def check_parameters(parameters: Parameters, optimizer: Optimizer) -> None:
                 f"optimizer {optimizer.name!r} takes only matrices, and {path} is "
                 f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
             )
+    if optimizer.ratio != 1.0 and any(is_embedding(p.rpartition(".")[0]) for p in parameters):
+        raise FinetuneError(
+            f"loraplus_lr_ratio={optimizer.ratio:g} with LoRA on an embedding, which peft trains "
+            "at a rate of its own; leave the ratio, or the embedding, out"
+        )
+    if optimizer.ratio != 1.0 and not any(map(_is_b, parameters)):
+        raise FinetuneError(
+            f"loraplus_lr_ratio={optimizer.ratio:g} is the rate of LoRA's matrices B, and the "
+            "recipe has none; leave it out"
+        )
 
 
 def _device_of(parameters: Parameters) -> torch.device:
@@ -183,15 +200,20 @@ def _rate(rate: float, device: torch.device) -> Tensor:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of the next update, without waiting for the device."""
     for group in optimizer.param_groups:
+        of_group = rate * group.get("ratio", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(of_group)
         else:
-            group["lr"] = rate
+            group["lr"] = of_group
 
 
 def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
     """Raise a FinetuneError with the library's message if an option is out of range."""
-    make_optimizer({"weight": torch.zeros(1, 1)}, optimizer, learning_rate)
+    make_optimizer({"lora_B": torch.zeros(1, 1)}, optimizer, learning_rate)
+
+
+def _is_b(path: str) -> bool:
+    return path.endswith("lora_B")
 
 
 def _is_bias(path: str) -> bool:

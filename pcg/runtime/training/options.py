@@ -1,34 +1,24 @@
-"""The options, learning-rate schedules and results of finetuning jobs.
-
-Schedules are functions from an optimizer step to a multiplier of the base rate. With w warmup
-steps, n total steps, r = `min_lr_ratio` and p = (step - w) / (n - w):
-
-    warmup                 step / w                              for step < w, all but `constant`
-    constant[_with_warmup] 1
-    linear                 r + (1 - r) (1 - p)
-    cosine                 r + (1 - r) (1 + cos(pi p)) / 2
-    cosine_with_restarts   r + (1 - r) (1 + cos(pi (cycles p mod 1))) / 2
-    polynomial             r + (1 - r) (1 - p) ** power
-
-and r (for the last four) from step n on. Steps count from 0, as in `torch.optim.lr_scheduler`: the
-first optimizer step has the multiplier of step 0, which is 0 with warmup. Unlike torch's schedules,
-a schedule is a pure function of the step, so that resuming a job needs only the step.
-Source: the schedules of `transformers.get_scheduler`, which the tests compare against.
-"""
+"""The options and results of finetuning jobs."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
 from pcg.errors import FinetuneError
-from pcg.options import OptimizerChoice
+from pcg.options import UpdateOptions
+from pcg.pages import fact_table
 from pcg.records.sinks import check_sinks
 from pcg.runtime.data.example import Example
-from pcg.runtime.data.sources import Source, has_validation
+from pcg.runtime.data.formats import FormattingFunc, check_mapping
+from pcg.runtime.data.order import StoppingStrategy, check_probabilities
+from pcg.runtime.data.sources import NamedSources, Source, choose_splits, has_validation
+from pcg.runtime.text.chat import ChatTemplate, check_variables
+from pcg.runtime.training.schedules import Schedule, make_schedule
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 from pcg.units import is_finite, shown
 
@@ -109,7 +99,7 @@ class FinetuneResult:
         seconds: time of the job.
         stopped: "completed", or "early" without improvement.
         best_step: step of the best evaluation; None without evaluations.
-        best_loss: loss of the best evaluation.
+        best_loss: loss, or value of `metric_for_best_model`, of the best evaluation.
         restored: True if the adapter is restored to `best_step`.
         resumed_from: step of the checkpoint that the job resumed from, or None.
         checkpoint: the last checkpoint.
@@ -133,115 +123,25 @@ class FinetuneResult:
     checkpoint: Path | None
     first_data: tuple[float, float] | None = None
 
+    def _repr_html_(self) -> str:
+        """Return the result as a table, which notebooks show."""
+        facts: dict[str, object] = {
+            "steps": f"{self.steps:,} of {self.total_steps:,} ({self.stopped})",
+            "tokens": f"{self.tokens:,}",
+            "time": f"{self.seconds:,.1f} s",
+        }
+        if self.losses:
+            facts["loss"] = f"{self.losses[0]:.4f} → {self.losses[-1]:.4f}"
+        if self.best_loss is not None:
+            facts["best evaluation"] = f"{self.best_loss:.4f} at step {self.best_step}"
+        if self.checkpoint is not None:
+            facts["checkpoint"] = self.checkpoint
+        return fact_table(f"Adapter {self.adapter}", facts)
+
     @property
     def is_collapsed(self) -> bool:
         """True if the job more than doubled the perplexity of its first data."""
         return self.first_data is not None and self.first_data[1] - self.first_data[0] > _COLLAPSE
-
-
-Schedule = Callable[[int], float]
-
-SCHEDULES: tuple[str, ...] = (
-    "constant",
-    "constant_with_warmup",
-    "cosine",
-    "cosine_with_restarts",
-    "linear",
-    "polynomial",
-)
-
-
-def make_schedule(
-    name: str,
-    *,
-    total_steps: int | None = None,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
-    min_lr_ratio: float = 0.0,
-    cycles: int = 1,
-    power: float = 1.0,
-) -> Schedule:
-    """Return a schedule: a function from the step, counted from 0, to a multiplier in [0, 1].
-
-    Args:
-        total_steps: optimizer steps of the whole job; optional for the constant schedules.
-        warmup_steps: steps of linear warmup; None is 0.
-        warmup_ratio: warmup as a share of `total_steps`, rounded up; instead of `warmup_steps`.
-        min_lr_ratio: the final learning rate of a decay, relative to the base rate, in [0, 1].
-        cycles: cosine waves of `cosine_with_restarts`.
-        power: exponent of `polynomial`.
-    Raises:
-        FinetuneError: an unknown name, a number out of range, or an option that has no effect on
-            the schedule.
-    """
-    is_constant = name.startswith("constant")
-    checks = {
-        f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}": name not in SCHEDULES,
-        f"total_steps={total_steps}; a schedule needs at least 1 step": (
-            total_steps is not None and total_steps < 1
-        ),
-        f"min_lr_ratio={min_lr_ratio} is outside [0, 1]": not 0.0 <= min_lr_ratio <= 1.0,
-        f"cycles={cycles}; cosine_with_restarts needs at least 1": cycles < 1,
-        f"power={power}; polynomial needs a power above 0": not power > 0.0,
-        "schedule 'constant' has no warmup; use 'constant_with_warmup'": (
-            name == "constant" and bool(warmup_steps or warmup_ratio)
-        ),
-        f"schedule {name!r} never decays, so min_lr_ratio={min_lr_ratio} has no effect; "
-        "use 'linear' or 'cosine'": is_constant and min_lr_ratio != 0,
-        f"cycles={cycles} has no effect on {name!r}; use cosine_with_restarts": (
-            name != "cosine_with_restarts" and cycles != 1
-        ),
-        f"power={power} has no effect on {name!r}; use 'polynomial'": (
-            name != "polynomial" and power != 1.0
-        ),
-    }
-    for refusal, applies in checks.items():
-        if applies:
-            raise FinetuneError(refusal)
-    warmup = _warmup_steps(name, total_steps, warmup_steps, warmup_ratio)
-    if is_constant:
-        return lambda step: step / warmup if step < warmup else 1.0
-    if total_steps is None:
-        raise FinetuneError(f"schedule {name!r} needs total_steps, the optimizer steps of the job")
-
-    def cosine(progress: float) -> float:
-        return 0.5 * (1.0 + math.cos(math.pi * ((cycles * progress) % 1.0)))
-
-    def polynomial(progress: float) -> float:
-        return math.pow(1.0 - progress, power)
-
-    decay = cosine if name.startswith("cosine") else polynomial
-
-    def multiplier(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        if step >= total_steps:
-            return min_lr_ratio
-        progress = (step - warmup) / (total_steps - warmup)
-        return min_lr_ratio + (1.0 - min_lr_ratio) * decay(progress)
-
-    return multiplier
-
-
-def _warmup_steps(name: str, total: int | None, steps: int | None, ratio: float | None) -> int:
-    """Return the number of warmup steps, from either option."""
-    if steps is not None and ratio is not None:
-        raise FinetuneError(
-            f"warmup_steps={steps} and warmup_ratio={ratio} say the same thing; give one of them"
-        )
-    if ratio is not None:
-        if not 0.0 <= ratio <= 1.0:
-            raise FinetuneError(f"warmup_ratio={ratio} is outside [0, 1]")
-        if ratio and total is None:
-            raise FinetuneError("warmup_ratio needs total_steps; give it, or warmup_steps")
-        return math.ceil((total or 0) * ratio)
-    if steps is not None and steps < 0:
-        raise FinetuneError(f"warmup_steps={steps} is below 0")
-    if steps is not None and total is not None and steps > total:
-        raise FinetuneError(
-            f"warmup_steps={steps} exceeds total_steps={total}; {name!r} would never reach its rate"
-        )
-    return steps or 0
 
 
 Data = Source | Iterable[Example]
@@ -283,13 +183,13 @@ class LengthOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions(OptimizerChoice):
+class OptimizerOptions(UpdateOptions):
     """Options of the optimizer and the schedule of its learning rate.
 
     Attributes:
         learning_rate: the learning rate at the schedule's peak. 2e-4 is usual for LoRA with AdamW
             (QLoRA, table 9); other optimizers have other rates.
-        weight_decay: decay of the bypass weights; trained biases of the base do not decay.
+        weight_decay: decay of the bypass weights; trained biases and norms do not decay.
         betas: the two betas of optimizers of the Adam family; the library's default by default.
         eps: the optimizer's epsilon; the library's default by default.
         max_grad_norm: maximum norm, to which gradients are clipped; None for no clipping.
@@ -318,7 +218,31 @@ class OptimizerOptions(OptimizerChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class ChatOptions:
+    """Options of rendering chats.
+
+    Attributes:
+        chat_template: the chat template, instead of the model's: a file, or the template's text.
+        chat_template_kwargs: variables of the chat template, such as enable_thinking; those of a
+            row take precedence.
+    """
+
+    title: ClassVar[str] = "Data"
+
+    chat_template: str | os.PathLike[str] | None = field(default=None, repr=False)
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def template(self) -> ChatTemplate | None:
+        """Return the chat template; None for the model's. ConfigError: it cannot be used."""
+        return None if self.chat_template is None else ChatTemplate.read(self.chat_template)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template. DataError: they are no object."""
+        return check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(ChatOptions):
     """Options for reading and ordering data.
 
     Attributes:
@@ -327,21 +251,39 @@ class DataOptions:
             sequence length that the program was compiled for. Default otherwise: examples longer
             than the model's positions are an error.
         data_format: the rows' format: chat, sharegpt, prompt-completion, alpaca or text; auto
-            detects the format from the first row.
+            detects the format from the first row. With chat, prompts and completions that are
+            texts are messages.
+        columns: the data's name of a column, by the name that the format reads, such as
+            prompt=question,completion=answer.
         append_eos: append the end-of-sequence token as a target to text other than chats.
         empty: policy for rows without target tokens: error or drop.
         seed: the seed of the data's order, of dropout, and of a new adapter's weights.
         shuffle: shuffle the data in each epoch.
+        streaming: read rows from .jsonl or .ndjson files when a batch needs them, for data that
+            does not fit into memory; needs `max_length`.
+        probabilities: how often each of several data sources is drawn from, such as 0.7,0.3; by
+            default the sources are concatenated.
+        stopping_strategy: an epoch with `probabilities` ends when the first source is exhausted,
+            or when all are, with repeated examples of shorter sources.
     """
 
     title: ClassVar[str] = "Data"
 
     max_length: int | None = None
     data_format: str = "auto"
+    columns: Mapping[str, str] | None = None
     append_eos: bool = True
     empty: Literal["error", "drop"] = "error"
     seed: int = 0
     shuffle: bool = True
+    streaming: bool = False
+    probabilities: tuple[float, ...] | None = None
+    stopping_strategy: StoppingStrategy = "first_exhausted"
+
+    @property
+    def sources(self) -> int | None:
+        """The number of data sources that are mixed; None without `probabilities`."""
+        return None if self.probabilities is None else len(self.probabilities)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,13 +291,21 @@ class EvaluationOptions:
     """Options of evaluation.
 
     Attributes:
-        eval_data: evaluation data, in any form of the training data.
+        eval_data: evaluation data, in any form of the training data; or several sources by name,
+            NAME=FILE,… or a dict, each with a metric eval_NAME_loss.
         eval_every: steps between evaluations; each epoch by default. The last step is always
             evaluated.
         eval_at_start: evaluate before the first step, too.
         patience: number of consecutive evaluations without improvement after which to stop.
-        min_delta: minimum decrease below the best loss that counts as an improvement.
+        min_delta: minimum change from the best value that counts as an improvement.
         restore_best: end with the adapter of the best evaluation; by default True with `patience`.
+        metric_for_best_model: the metric of the best evaluation: eval_loss (the default, a mean
+            over the targets of all evaluation data), or eval_NAME_loss.
+        eval_samples: number of prompts of the evaluation data, the tokens before the first target,
+            to continue greedily at each evaluation, for the log and the record.
+        eval_sample_tokens: maximum number of tokens of these continuations.
+        greater_is_better: True if greater values of the metric are better; by default False for a
+            metric that ends with loss, as in transformers.
     """
 
     title: ClassVar[str] = "Evaluation"
@@ -366,6 +316,23 @@ class EvaluationOptions:
     patience: int | None = None
     min_delta: float = 0.0
     restore_best: bool | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    eval_samples: int = 0
+    eval_sample_tokens: int = 64
+
+    @property
+    def best_metric(self) -> str:
+        """The name of `metric_for_best_model` in an evaluation."""
+        return (self.metric_for_best_model or "loss").removeprefix("eval_")
+
+    @property
+    def metric_sign(self) -> float:
+        """The factor of the metric that is to be minimized."""
+        is_greater = self.greater_is_better
+        if is_greater is None:
+            is_greater = not self.best_metric.endswith("loss")
+        return -1.0 if is_greater else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +349,7 @@ class CheckpointOptions:
         log_every: steps between lines in the log `pcg.finetuning`; no step lines by default.
         record: the folder of the job's record: its configuration, the numbers of each step, and a
             page with curves.
-        report_to: further destinations of the record's numbers: tensorboard, wandb.
+        report_to: further destinations of the record's numbers: mlflow, tensorboard, wandb.
         progress: show a progress bar if standard error is a terminal.
     """
 
@@ -394,7 +361,7 @@ class CheckpointOptions:
     resume: Literal["auto"] | bool = "auto"
     log_every: int | None = None
     record: str | Path | None = None
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = ()
     progress: bool = True
 
 
@@ -408,7 +375,26 @@ class RunOptions(CheckpointOptions, EvaluationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
+class RegularizationOptions:
+    """Options that regularize supervised finetuning, by transformers' names.
+
+    Attributes:
+        label_smoothing_factor: the share of a target that is divided equally among all tokens of
+            the vocabulary, also in evaluations, as in transformers.
+        neftune_noise_alpha: α of NEFTune: in training, add uniform noise of at most α / √(L d) to
+            the embeddings of a sequence of L tokens; None for no noise.
+    """
+
+    title: ClassVar[str] = OptimizerOptions.title
+
+    label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(
+    RunOptions, RegularizationOptions, DataOptions, OptimizerOptions, LengthOptions
+):
     """Options of a finetuning job, which are checked before data is read.
 
     Raises:
@@ -416,14 +402,23 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
     """
 
     def __post_init__(self) -> None:
-        check_fields(self, dict.fromkeys(_COUNTS, 1), _FLAGS)
+        check_fields(self, {**dict.fromkeys(_COUNTS, 1), "eval_samples": 0}, _FLAGS)
         for name, (low, is_open) in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None or name not in ("eps", "max_grad_norm"):
+            if value is not None or name not in _OPTIONAL:
                 check_number(name, value, low, is_open)
         check_betas(self.betas)
+        smoothing = self.label_smoothing_factor
+        if not is_finite(smoothing) or not 0 <= smoothing < 1:
+            raise FinetuneError(
+                f"label_smoothing_factor={shown(smoothing)}; use a number in [0, 1), such as 0.1"
+            )
         self._check_pairs()
         check_sinks(self.report_to)
+        self.template()
+        self.variables()
+        check_mapping(self.columns or {}, self.data_format)
+        check_probabilities(self.probabilities, self.stopping_strategy)
         self._check_optimizer()
         self.make_schedule(self.max_steps or 2**62)
 
@@ -454,7 +449,8 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
                 )
             if takes and value is not None:
                 values[name] = value
-        return Optimizer.of(self.optimizer, values, self.offload_optimizer)
+        result = Optimizer.of(self.optimizer, values, self.offload_optimizer)
+        return result.with_ratio(self.loraplus_lr_ratio)
 
     @property
     def batch_bounds(self) -> BatchBounds:
@@ -484,11 +480,17 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
         """
         names = [*_TRAJECTORY, *(_EVALUATION if self.restores_best or self.patience else ())]
         values = {name: getattr(self, name) for name in names}
+        values["label_smoothing_factor"] = self.label_smoothing_factor or None  # as older runs
         optimizer = self.make_optimizer()
         values["optimizer"] = optimizer.name
         for name, value in optimizer.options.items():
             values[name] = list(value) if isinstance(value, tuple) else value
         counts = not self.schedule.startswith("constant") or self.warmup_ratio is not None
+        if self.probabilities is not None:
+            values |= {
+                "probabilities": list(self.probabilities),
+                "stopping_strategy": self.stopping_strategy,
+            }
         return {**values, "total_steps": total_steps if counts else None}
 
     def _check_pairs(self) -> None:
@@ -500,12 +502,17 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
             )
         if self.max_length is not None and self.max_length < 2:
             raise FinetuneError(f"max_length={self.max_length}; an example needs at least 2 tokens")
+        if self.streaming and (self.max_length is None or self.max_tokens is not None):
+            raise FinetuneError(
+                "streaming bounds a step by batch_size and max_length, as lengths are unknown "
+                "before rows are read; give max_length, and leave max_tokens out"
+            )
         if self.resume not in ("auto", True, False) or type(self.resume) is int:
             raise FinetuneError(f"resume={self.resume!r}; use 'auto', True or False")
         if self.restore_best not in (None, True, False):
             raise FinetuneError(f"restore_best={self.restore_best!r}; use True, False or None")
         without = [
-            ("eval_data", self.evaluates, _EVALUATION),
+            ("eval_data", self.evaluates, (*_EVALUATION, "eval_samples")),
             ("checkpoint_dir", self.checkpoint_dir is not None, ("save_every",)),
             ("record", self.record is not None, ("report_to",)),
         ]
@@ -518,10 +525,11 @@ class FinetuneOptions(RunOptions, DataOptions, OptimizerOptions, LengthOptions):
                     )
         if self.checkpoint_dir is None and self.resume is True:
             raise FinetuneError("resume=True needs checkpoint_dir, where the checkpoints are")
-        if self.min_delta and not (self.patience or self.restores_best):
-            raise FinetuneError(
-                f"min_delta={self.min_delta} has no effect without patience or restore_best"
-            )
+        for name in ("min_delta", "metric_for_best_model", "greater_is_better"):
+            if getattr(self, name) and not (self.patience or self.restores_best):
+                raise FinetuneError(
+                    f"{name}={getattr(self, name)!r} has no effect without patience or restore_best"
+                )
 
     def _check_optimizer(self) -> None:
         options = self.optimizer_options
@@ -547,17 +555,24 @@ class FinetuneArguments(FinetuneOptions):
     Attributes:
         data: .jsonl or .txt files, rows, a dataset, a frame, a dict of columns, or tokenized
             `Example`s. In a DatasetDict, `train` is the training data, and `validation` is the
-            default of `eval_data`.
+            default of `eval_data`. With `probabilities`, a list of as many of these.
         adapter: the adapter's name; a missing adapter is created.
         peft: the recipe of a new adapter, as for `add_adapter`; None for the recipe that the
             program was compiled for under the name, else "lora".
         on_step: function to call after each step, after evaluation and saving.
+        formatting_func: function from a row to its text, or to a row of a known format; it runs in
+            this process.
+        callbacks: objects with methods of `pcg.TrainingCallback`, which may end the job.
     """
 
     data: Data = field(repr=False, compare=False)
     adapter: str = "default"
     peft: object = field(default=None, kw_only=True)
     on_step: OnStep | None = field(default=None, kw_only=True, repr=False, compare=False)
+    formatting_func: FormattingFunc | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
+    callbacks: Sequence[Any] = field(default=(), kw_only=True, repr=False, compare=False)
 
     @property
     def evaluates(self) -> bool:
@@ -580,26 +595,51 @@ class JobArguments(FinetuneArguments):
     publish_every: int = field(default=0, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.streaming:
+            raise FinetuneError(
+                "streaming=True; the examples of an engine's job are tokenized before it begins. "
+                "Leave it out, or use executor.finetune"
+            )
+
 
 _COUNTS = (
     "epochs", "max_steps", "batch_size", "max_tokens", "gradient_accumulation_steps", "max_length",
-    "eval_every", "patience", "save_every", "keep_last", "log_every",
+    "eval_every", "eval_sample_tokens", "patience", "save_every", "keep_last", "log_every",
 )  # fmt: skip
-_FLAGS = ("append_eos", "shuffle", "eval_at_start", "progress")
+_FLAGS = ("append_eos", "shuffle", "streaming", "eval_at_start", "progress")
 
 # name -> lower bound, and True if the bound is excluded.
 _NUMBERS: Mapping[str, tuple[float, bool]] = {
     "learning_rate": (0.0, True),
     "weight_decay": (0.0, False),
     "eps": (0.0, True),
+    "loraplus_lr_ratio": (0.0, True),
+    "neftune_noise_alpha": (0.0, True),
     "max_grad_norm": (0.0, True),
     "min_delta": (0.0, False),
 }
+_OPTIONAL = ("eps", "loraplus_lr_ratio", "max_grad_norm", "neftune_noise_alpha")
 _TRAJECTORY = (
-    "gradient_accumulation_steps", "learning_rate", "max_grad_norm", "schedule", "warmup_steps",
-    "warmup_ratio", "min_lr_ratio", "cycles", "power",
+    "gradient_accumulation_steps", "learning_rate", "loraplus_lr_ratio", "max_grad_norm",
+    "neftune_noise_alpha", "schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "cycles",
+    "power",
 )  # fmt: skip
-_EVALUATION = ("eval_every", "eval_at_start", "patience", "min_delta", "restore_best")
+_EVALUATION = (
+    "eval_every", "eval_at_start", "patience", "min_delta", "restore_best", "metric_for_best_model",
+    "greater_is_better",
+)  # fmt: skip
+
+
+def check_one_evaluation(eval_data: Any, subject: str) -> None:
+    """Refuse named sources of evaluation data; `subject` has its verb, for the message."""
+    evaluation = choose_splits((), eval_data).evaluation
+    if isinstance(evaluation, NamedSources):
+        raise FinetuneError(
+            f"eval_data names {', '.join(evaluation)}; {subject} evaluated on one source, so give "
+            "its files alone"
+        )
 
 
 def check_fields(options: Any, counts: Mapping[str, int], flags: Sequence[str] = ()) -> None:

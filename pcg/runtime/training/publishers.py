@@ -6,19 +6,20 @@ Training changes tensors in place, so the tensors are shared neither with the ca
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
 from pcg.errors import FinetuneError
+from pcg.options import PLAIN_LOSS, LossForm
 from pcg.peft.adapter import Adapter, check_fits, with_shared
 from pcg.peft.recipe import Recipe
-from pcg.peft.registry import is_shorthand, recipe_from, recipe_of_fields
+from pcg.peft.registry import is_saved, recipe_of_fields
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.plain import adapter_facts
+from pcg.runtime.text.chat import ChatTemplate
 from pcg.runtime.training.runner import TrainingRunner, training_runner
 from pcg.runtime.training.warm_jobs import KeptRunners
 
@@ -36,20 +37,20 @@ def start_adapter(
         UnsupportedError: the recipe has a feature that pcg does not support.
     """
     present = state.adapters.get(name)
-    is_path = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
+    is_path = is_saved(peft)
     if present is not None and peft is not None:
         if is_path:
             raise FinetuneError(
                 f"there is an adapter {name!r} already, and peft={str(peft)!r} would start from "
                 "another; leave peft out, or remove the adapter first"
             )
-        wanted = _sites_of_recipe(state, recipe_from(peft))
+        wanted = _sites_of_recipe(state, peft)
         check_same(name, "peft=", wanted, "the adapter that is there", sites_of(present))
     if saved is not None:
         if present is not None:
             check_same(name, "the checkpoint", sites_of(saved), "this run", sites_of(present))
         elif peft is not None and not is_path:
-            wanted = _sites_of_recipe(state, recipe_from(peft))
+            wanted = _sites_of_recipe(state, peft)
             check_same(name, "the checkpoint", sites_of(saved), "peft=", wanted)
         return saved_adapter(state, saved)
     if present is None:
@@ -59,6 +60,13 @@ def start_adapter(
         present = state.make_adapter(name, peft, seed=seed)
     recipe = present.recipe.for_job(total_steps)
     return state.for_training(dataclasses.replace(owned(present), recipe=recipe))
+
+
+def with_template(adapter: Adapter, template: ChatTemplate | None) -> Adapter:
+    """Return an adapter whose chats a template renders; the adapter itself for None."""
+    if template is None:
+        return adapter
+    return dataclasses.replace(adapter, chat_template=template.sources["default"])
 
 
 def start_facts(begun: tuple[Any, Adapter]) -> Mapping[str, str]:
@@ -96,8 +104,8 @@ def sites_of(adapter: Adapter) -> Sites:
     return {path: weights.bypass for path, weights in adapter.weights.items()}, adapter.recipe
 
 
-def _sites_of_recipe(state: ModelState, recipe: Recipe) -> Sites:
-    model_type = str(state.program.config["model_type"])
+def _sites_of_recipe(state: ModelState, peft: object) -> Sites:
+    recipe, model_type = state.recipe(peft), str(state.program.config["model_type"])
     return recipe.bypasses_in(state.program.base, model_type), recipe
 
 
@@ -107,6 +115,9 @@ def check_same(name: str, what: str, first: Sites, other: str, second: Sites) ->
     before, after = first[1], second[1]
     if before.bias != after.bias:
         difference = f'bias="{before.bias}" and {other} "{after.bias}"'
+    saved = [sorted(each.modules_to_save or ()) for each in (before, after)]
+    if saved[0] != saved[1]:
+        difference = f"modules_to_save {saved[0]} and {other} {saved[1]}"
     if before.dropout != after.dropout:
         difference = f"dropout {before.dropout:g} and {other} {after.dropout:g}"
     if before.encoder != after.encoder:
@@ -140,11 +151,11 @@ class InPlacePublisher:
         self._before = state.adapters.get(name)
         self._adapter: Adapter | None = None
 
-    def start(self, adapter: Adapter) -> TrainingRunner:
+    def start(self, adapter: Adapter, form: LossForm = PLAIN_LOSS) -> TrainingRunner:
         """Serve the adapter to train, and return its runner."""
         self._adapter = self.state.put_adapter(adapter)
         try:
-            return training_runner(self.state, self._adapter, self.windows)
+            return training_runner(self.state, self._adapter, form=form)
         except BaseException:
             self.undo()
             raise
@@ -198,12 +209,13 @@ class VersionPublisher:
         self._steps = 0
         self._unsettled: Callable[[], None] | None = None
 
-    def start(self, adapter: Adapter) -> TrainingRunner:
+    def start(self, adapter: Adapter, form: LossForm = PLAIN_LOSS) -> TrainingRunner:
         """Return a runner for the adapter, possibly a kept runner of an ended job."""
         runner = None
         if self._kept is not None:
-            runner = self._kept.take(self.state.training(adapter, self.windows), adapter)
-        self._runner = runner or training_runner(self.state, adapter, self.windows)
+            training = self.state.training(adapter, self.windows, form=form)
+            runner = self._kept.take(training, adapter)
+        self._runner = runner or training_runner(self.state, adapter, self.windows, form=form)
         return self._runner
 
     def undo(self) -> None:

@@ -34,6 +34,7 @@ from pcg.errors import FinetuneError, FinetuneInterrupted, RecordError
 from pcg.files import check_writable, expanded
 from pcg.ranks.group import SINGLE_RANK, Ranks, run_on_first
 from pcg.records.record import RunRecord
+from pcg.runtime.training.callbacks import Callbacks, Listeners, check_callbacks
 from pcg.runtime.training.checkpoints import CheckpointStore, Resumable, TrainerState
 from pcg.runtime.training.options import Numbers, RunOptions, StepRecord
 from pcg.runtime.training.work_units import Work, deferred_interrupts
@@ -171,7 +172,7 @@ class Run(Generic[Result]):
         rate: Callable[[int], float],
         trajectory: Mapping[str, Any],
         config: Callable[[], Mapping[str, Any]],
-        on_step: Callable[[StepRecord], object] | None = None,
+        listeners: Listeners,
         begun: TrainerState | None = None,
     ) -> None:
         """Find the checkpoint to resume from, and create the adapter and its optimizer.
@@ -179,12 +180,13 @@ class Run(Generic[Result]):
         Args:
             trajectory: all values that the resulting weights depend on, as JSON; equal in a run
                 and its resumed run.
-            on_step: function to call after each step, after evaluation and saving.
+            listeners: the caller's functions and objects.
             begun: the initial state without a checkpoint; by default the state before step 1.
         """
         self.objective, self.options, self.total = objective, options, total
         self._rate, self._trajectory, self._config = rate, trajectory, config
-        self._on_step = on_step
+        self._on_step = listeners.on_step
+        check_callbacks(listeners.callbacks)
         self._store: CheckpointStore | None = None
         ranks = objective.ranks
         if options.checkpoint_dir is not None:
@@ -204,6 +206,9 @@ class Run(Generic[Result]):
         except BaseException:
             objective.undo()
             raise
+        facts = {"step": self.state.step, "total": total}
+        args = options if listeners.options is None else listeners.options
+        self._callbacks = Callbacks(listeners.callbacks, args, **facts, is_first=not ranks.rank)
         self._started = time.monotonic()
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens
 
@@ -217,8 +222,32 @@ class Run(Generic[Result]):
             self.checkpoint, contents = checkpoint
             self.state = contents.state
             self.resumed_from = self.state.step
+            self._drop_last_evaluation(self.checkpoint)
             self._saved = self._mark
         return checkpoint
+
+    def _drop_last_evaluation(self, path: Path) -> None:
+        """Drop the evaluation that ended a shorter run, if early stopping would count it.
+
+        Raises:
+            FinetuneError: it was the best evaluation, so that the one before it is lost.
+        """
+        state, options = self.state, self.options
+        counts = options.patience is not None or options.restores_best
+        if not counts or state.step >= self.total or not (state.step and state.evaluated):
+            return
+        stopped, state.stopped = state.stopped, False
+        if self._is_due(options.eval_every):
+            state.stopped = stopped
+            return
+        if state.best_step == state.step:
+            raise FinetuneError(
+                f"{path} ended a run of {state.step} steps with its best evaluation, which a run "
+                f"of {self.total} steps does not make; evaluate every few steps that divide "
+                f"{state.step} (eval_every), or start at step 0 with resume=False"
+            )
+        state.eval_losses.pop()
+        state.stale -= 1
 
     @property
     def _mark(self) -> tuple[int, int]:
@@ -247,6 +276,7 @@ class Run(Generic[Result]):
         objective = self.objective
         try:
             with Reports(self, self._config).opened() as reports:
+                self._tell("train_begin")
                 reports.evaluated((yield from self._settle()))
                 while not self.is_done:
                     record = yield from self._step()
@@ -255,7 +285,9 @@ class Run(Generic[Result]):
                         self._on_step(record)
                     if objective.is_interrupted(self.is_done):
                         raise KeyboardInterrupt
-                return (yield from objective.finish(self))
+                result = yield from objective.finish(self)
+                self._tell("train_end")
+                return result
         except KeyboardInterrupt as interrupt:
             self._interrupted(interrupt)
         finally:
@@ -274,6 +306,7 @@ class Run(Generic[Result]):
             state.tokens += numbers.tokens
             state.targets += numbers.targets
             state.position = self.objective.position()
+        self._tell_step(numbers, rate)
         evaluation = yield from self._settle()
         seconds = self.seconds - self._seconds_before
         return StepRecord(
@@ -298,6 +331,8 @@ class Run(Generic[Result]):
         is_due = self._is_due(options.eval_every) if state.step else options.eval_at_start
         if self.objective.evaluates and is_due and not state.evaluated:
             evaluation = yield from self._evaluate()
+            self._tell("evaluate", metrics=of_evaluation(evaluation))
+            self._obey()
         if state.step and self._is_due(options.save_every):
             self._save()
         return evaluation
@@ -311,17 +346,19 @@ class Run(Generic[Result]):
     def _evaluate(self) -> Work[Numbers]:
         state, options = self.state, self.options
         numbers = yield from self.objective.evaluate(state.step)
-        loss = numbers["loss"]
-        if not math.isfinite(loss):
-            raise FinetuneError(
-                f"the evaluation loss after step {state.step} is {loss:g}; lower the "
-                "learning rate, or look at the evaluation data"
-            )
+        loss, sign = numbers["loss"], options.metric_sign
+        for name in ("loss", options.best_metric):
+            if not math.isfinite(numbers[name]):
+                raise FinetuneError(
+                    f"the evaluation {name} after step {state.step} is {numbers[name]:g}; lower "
+                    "the learning rate, or look at the evaluation data"
+                )
+        value = numbers[options.best_metric]
         with deferred_interrupts():
             state.eval_losses.append((state.step, loss))
-            best = math.inf if state.best_loss is None else state.best_loss
-            if loss < best - options.min_delta:
-                state.best_step, state.best_loss, state.stale = state.step, loss, 0
+            best = math.inf if state.best_loss is None else sign * state.best_loss
+            if sign * value < best - options.min_delta:
+                state.best_step, state.best_loss, state.stale = state.step, value, 0
                 if options.restores_best:
                     self.objective.keep_best()
             else:
@@ -337,6 +374,39 @@ class Run(Generic[Result]):
             self.state.seconds = self.seconds
             self.checkpoint = self.objective.save(self._store, self.state, self._trajectory)
             self._saved = self._mark
+        self._tell("save")
+
+    # ------------------------------------------------------------------------------- callbacks
+
+    def _tell(self, event: str, **facts: Numbers) -> None:
+        self._callbacks.tell(event, self.state.step, self.state.best_loss, **facts)
+
+    def _tell_step(self, numbers: StepNumbers, rate: float) -> None:
+        if not self._callbacks:
+            return
+        evaluation = {k: x for k, x in numbers.metrics.items() if k.startswith("eval_")}  # of GRPO
+        if self.state.step % (self.options.log_every or 1) == 0:
+            logs = {
+                "loss": numbers.loss,
+                "grad_norm": numbers.gradient_norm,
+                "learning_rate": rate,
+                "epoch": float(numbers.epoch),
+                **{name: x for name, x in numbers.metrics.items() if name not in evaluation},
+            }
+            self._tell("log", logs=logs)
+        self._tell("step_end")
+        if evaluation:
+            self._tell("evaluate", metrics=evaluation)
+        self._obey()
+
+    def _obey(self) -> None:
+        """End the run after this step if a callback of any rank asks for it."""
+        if not self._callbacks:
+            return
+        ranks, asks = self.objective.ranks, float(self._callbacks.asks_to_stop)
+        if ranks.size > 1:
+            asks = float(ranks.all_reduce(torch.tensor(asks, device=ranks.device)))
+        self.state.stopped = self.state.stopped or bool(asks)
 
     def _interrupted(self, interrupt: KeyboardInterrupt) -> NoReturn:
         step = self.state.step
@@ -422,6 +492,8 @@ class Reports:
         step, loss = state.eval_losses[-1]
         if record is not None and "eval_loss" not in record.names_of_last:
             record.log(step, **of_evaluation(evaluation or {"loss": loss}))
+            if samples := self._objective.samples():
+                record.samples(step, samples)
         if self._is_first and self._options.progress and not self._has_bar and not step:
             _LOG.info("%s before the first step: eval loss %.4f", self._objective.name, loss)
 
@@ -448,7 +520,11 @@ class Reports:
             return
         recent = self._run.state.losses[-max(1, record.step - self._logged) :]
         self._logged = record.step
-        evaluated = "" if record.eval_loss is None else f", eval loss {record.eval_loss:.4f}"
+        evaluated = "".join(
+            f", eval {name.replace('_', ' ')} {value:.4f}"
+            for name, value in (record.evaluation or {}).items()
+            if name.endswith("loss")
+        )
         _LOG.info(
             "%s step %d/%d: loss %.4f%s%s, lr %.3g, gradient norm %.3g, %.0f tokens/s",
             self._objective.name,

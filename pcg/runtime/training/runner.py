@@ -31,6 +31,7 @@ from pcg.ir.program.program import Training, routed_layers
 from pcg.kernels.batch import KvGradients, Routes
 from pcg.kernels.devices import on_device, uploaded, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
+from pcg.options import PLAIN_LOSS, LossForm
 from pcg.peft.adapter import Adapter
 from pcg.ranks.stages import StageLink
 from pcg.runtime.data.example import IGNORED, Example
@@ -128,6 +129,12 @@ class TrainingPass(WindowedPass):
             pages = max(len(table.pages) for table in tables)
             self._graphs.begin_pass(PassSizes(self.tokens, len(examples), pages))
         self.targets = self._sequences.targets
+        weights = [self.weight_of(example) for example in examples]
+        # By the sequences' numbers; None to sum losses without weights.
+        self._weights: Mapping[int, float] | None = None
+        if any(weight != 1.0 for weight in weights):
+            by_number = zip(sequences, weights, strict=True)
+            self._weights = {sequence.number: weight for sequence, weight in by_number}
         self.forwarded = 0
         self.is_done = False
         self._windows: list[Window] = []
@@ -152,6 +159,11 @@ class TrainingPass(WindowedPass):
         """Return the target of each token of a sequence, virtual tokens first."""
         assert isinstance(example, Example)
         return self._runner.targets_of(example)
+
+    def weight_of(self, example: HasTokens) -> float:
+        """Return the factor of the losses of a sequence."""
+        assert isinstance(example, Example)
+        return example.weight
 
     def routes_of(self, example: HasTokens) -> Tensor | None:
         """Return the experts of each token of a sequence, virtual tokens first; None for none."""
@@ -281,6 +293,9 @@ class TrainingPass(WindowedPass):
             window.shared = window.slot.shared
         else:
             window.carried, window.shared = self._runner.prologue(batch)
+        if self._runner.noise and self._dropout_seed is not None and self._own.is_first:
+            counts = [self._sequences.length_of(span.number) for span in spans]
+            self._runner.add_noise(batch, window.carried[0], counts)
         return window
 
     @property
@@ -347,14 +362,32 @@ class TrainingPass(WindowedPass):
 
     def window_losses(self) -> list[WindowLoss]:
         """Return the windows for the loss, the last window first."""
-        return [
+        losses = [
             WindowLoss(window.batch, window.targets, window.carried, window.shared, self._weight)
             for window in reversed(self._windows)
         ]
+        for loss in losses if self._weights is not None else ():
+            weights = self._weights_of(loss.batch)
+            loss.losses = torch.zeros_like(weights)
+            loss.slopes = None if self._weight is None else weights * self._weight
+        return losses
+
+    def _weights_of(self, batch: Batch) -> Tensor:
+        """Return the weight of each token of a batch, [T], fp64."""
+        assert self._weights is not None
+        by_token = [self._weights[span.number] for span in batch.spans for _ in range(span.length)]
+        return uploaded_list(by_token, torch.float64, self._runner.device)
 
     def end_loss(self, computed: PassLoss) -> None:
         """Store the losses and gradients of all windows, and start the backward."""
         self.loss_sum = computed.total
+        if self._weights is not None:
+            sums = [
+                (loss.losses * self._weights_of(loss.batch)).sum()
+                for loss in computed.windows
+                if loss.losses is not None
+            ]
+            self.loss_sum = torch.stack(sums).sum()
         losses = [loss for loss in computed.windows if loss.first is None]
         for window, loss in zip(reversed(self._windows), losses, strict=True):
             window.gradients, window.carried = loss.gradients, ()
@@ -553,7 +586,11 @@ class TrainingRunner(BoundTraining):
 
 
 def training_runner(
-    state: ModelState, adapter: Adapter, windows: bool = False, slack: float = SLACK
+    state: ModelState,
+    adapter: Adapter,
+    windows: bool = False,
+    slack: float = SLACK,
+    form: LossForm = PLAIN_LOSS,
 ) -> TrainingRunner:
     """Return a runner that trains an adapter, which need not be served.
 
@@ -564,6 +601,7 @@ def training_runner(
 
     Args:
         slack: limit of freed memory that is not returned; see `FreedMemory`.
+        form: the form of the loss.
     Raises:
         UnsupportedError: the adapter was saved without its encoder, or pipeline stages or ranks
             that share tokens cannot train the adapter.
@@ -576,11 +614,13 @@ def training_runner(
         return_freed_memory()
     if windows:
         state.mesh.check_no_parts("a job of an engine")
-    training = state.training(adapter, windows)
+    training = state.training(adapter, windows, form=form)
     check_stages(state, training, adapter)
     weights = state.weight_store.bind(state.stage.own(training.model))
     is_promise = budget.size_bytes is not None
-    training_for = partial(state.training, adapter, windows) if is_promise else None
+    training_for = None
+    if is_promise:
+        training_for = partial(state.training, adapter, windows, form=form)
     link = StageLink.of(training.model, state.stages, state.mesh, state.device)
     parts = (training, weights, adapter, state.mesh, link, training_for, freed, windows)
     return TrainingRunner(*parts)

@@ -10,6 +10,7 @@ only on the gradients of that number, so that each rank can train a part of a te
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -51,6 +52,8 @@ OPTIMIZERS: tuple[str, ...] = tuple(sorted({*_TORCH, *_BITSANDBYTES}))
 _ALIASES: Mapping[str, tuple[str, bool]] = {
     "adamw_8bit": ("adamw8bit", False),
     "adamw_bnb_8bit": ("adamw8bit", False),
+    "adamw_torch": ("adamw", False),
+    "adamw_torch_fused": ("adamw", False),
     "lion_8bit": ("lion8bit", False),
     "paged_adamw": ("adamw", True),
     "paged_adamw_32bit": ("adamw", True),
@@ -152,11 +155,13 @@ class Optimizer:
         name: a name in `OPTIMIZERS`.
         options: all options except the learning rate.
         is_offloaded: True if states are in host memory, and on the device only during updates.
+        ratio: the learning rate of LoRA's matrices B and of vectors, as a multiple of the rate.
     """
 
     name: str
     options: Mapping[str, Any]
     is_offloaded: bool = False
+    ratio: float = 1.0
 
     @classmethod
     def of(
@@ -190,6 +195,10 @@ class Optimizer:
                 )
             options[option] = _checked(known, option, value, defaults[option])
         return cls(known, MappingProxyType(options), is_offloaded or is_paged)
+
+    def with_ratio(self, ratio: float | None) -> Self:
+        """Return the optimizer with a ratio of LoRA+; None for equal rates."""
+        return self if ratio is None else dataclasses.replace(self, ratio=ratio)
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer]:

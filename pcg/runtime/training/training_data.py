@@ -6,28 +6,38 @@ import dataclasses
 import functools
 import logging
 import math
+import pickle
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pcg.errors import DataError, FinetuneError
+from pcg.files import is_file
+from pcg.ir.program.program import is_classifier, labels_of
+from pcg.peft.registry import is_saved
 from pcg.ranks.agreement import agreed, described, tokens_digest
-from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions
+from pcg.runtime.data.dataset import Dataset, ExampleReader, ReadOptions, RowKind
 from pcg.runtime.data.example import Example, ModelSizes, check_example
-from pcg.runtime.data.order import Batches
+from pcg.runtime.data.formats import FormattingFunc
+from pcg.runtime.data.order import Batches, Mixture
 from pcg.runtime.data.sources import (
     UNLIMITED,
     DataLimits,
     Gathered,
+    NamedSources,
     Splits,
     check_tokens,
     choose_splits,
     gather,
     holds_documents,
 )
+from pcg.runtime.data.streaming import StreamedBatches, StreamedRows, cores, streamed
+from pcg.runtime.data.tokenizing import Cancelling, load_apart
 from pcg.runtime.model.state import ModelState
 from pcg.runtime.requests.plain import option_facts
-from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.options import Data, FinetuneArguments, FinetuneOptions
+from pcg.runtime.text.tokenizer import Tokenizer, adapter_template
+from pcg.runtime.training.options import ChatOptions, Data, FinetuneArguments, FinetuneOptions
+from pcg.source import adapter_directory
 from pcg.units import counted
 
 _LOG = logging.getLogger("pcg.finetuning")
@@ -36,15 +46,36 @@ Load = Callable[[Gathered, ReadOptions, ModelSizes], Dataset]
 """A function that creates and checks examples from files or rows."""
 
 
-Given = TypeVar("Given", bound=FinetuneOptions)
+Given = TypeVar("Given", bound=FinetuneArguments)
+Rendering = TypeVar("Rendering", bound=ChatOptions)
 
 
-def with_planned_batch(options: Given, model: ModelState) -> Given:
-    """Return options with the program's batch size, unless the options bound batches."""
+def settled(arguments: Given, model: ModelState) -> Given:
+    """Return arguments with the adapter's template, and the program's batch size by default."""
+    arguments = with_own_template(arguments, model, arguments.adapter, arguments.peft)
     planned = model.program.options
-    if planned.names_step and not (options.batch_size or options.max_tokens):
-        return dataclasses.replace(options, batch_size=planned.batch)
-    return options
+    if planned.names_step and not (arguments.batch_size or arguments.max_tokens):
+        return dataclasses.replace(arguments, batch_size=planned.batch)
+    return arguments
+
+
+def with_own_template(
+    options: Rendering, model: ModelState, adapter: str, peft: object
+) -> Rendering:
+    """Return options with the template of the adapter to train further, unless they have one.
+
+    Args:
+        adapter: the adapter's name; its template is that of the adapter that is there.
+        peft: a recipe, or a saved adapter to start from, whose folder may have a template.
+    Raises:
+        AdapterError: the template cannot be read, or does not compile.
+    """
+    template = None
+    if options.chat_template is None and adapter in model.adapters:
+        template = model.adapters[adapter].chat_template
+    elif options.chat_template is None and is_saved(peft):
+        template = adapter_template(adapter_directory(peft))
+    return options if template is None else dataclasses.replace(options, chat_template=template)
 
 
 def splits_of(arguments: FinetuneArguments, is_first: bool) -> Splits:
@@ -53,15 +84,16 @@ def splits_of(arguments: FinetuneArguments, is_first: bool) -> Splits:
     Raises:
         DataError: the data lacks a split.
     """
-    splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows)
+    sources = None if isinstance(arguments.data, Dataset) else arguments.sources
+    splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows, sources)
     if splits.chosen and is_first:
         _LOG.warning("%s: %s", arguments.adapter, splits.chosen)
     return splits
 
 
 _OF_ONE_RANK = (
-    "checkpoint_dir", "data", "eval_data", "log_every", "on_step", "peft", "progress", "record",
-    "report_to",
+    "callbacks", "checkpoint_dir", "data", "eval_data", "formatting_func", "log_every", "on_step",
+    "peft", "progress", "record", "report_to",
 )  # fmt: skip
 """Fields that may differ between ranks, or whose content is compared instead."""
 
@@ -76,9 +108,15 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
 
     def read() -> tuple[Dataset, Dataset | None]:
         splits = splits_of(options, model.world.rank == 0)
-        data = training_data(splits.train, options, model)
+        read_one = functools.partial(
+            training_data, options=options, model=model, formatting_func=options.formatting_func
+        )
         rest = splits.evaluation
-        return data, None if rest is None else training_data(rest, options, model)
+        if options.streaming:
+            data = streamed_data(splits.train, options, model, options.formatting_func)
+        else:
+            data = Dataset.joined([*map(read_one, splits.train)])
+        return data, None if rest is None else read_one(rest)
 
     def facts(read_data: tuple[Dataset, Dataset | None]) -> Mapping[str, str]:
         is_given = {
@@ -96,9 +134,11 @@ def job_data(options: FinetuneArguments, model: ModelState) -> tuple[Dataset, Da
 
 def _data_text(data: Dataset) -> str:
     """Return the number of examples, and the start of a digest of their tokens and labels."""
-    digest = tokens_digest(
-        part for example in data.examples for part in (example.ids, example.labels)
-    )
+    if isinstance(data.examples, StreamedRows):
+        return f"{counted(len(data), 'row')}, checksum {data.examples.checksum:08x}"
+    weights = array("q", array("d", [example.weight for example in data.examples]).tobytes())
+    tokens = (part for example in data.examples for part in (example.ids, example.labels))
+    digest = tokens_digest((*tokens, weights))
     return f"{counted(len(data), 'example')}, digest {digest[:16]}"
 
 
@@ -123,41 +163,66 @@ def training_data(
     load: Load | None = None,
     limits: DataLimits = UNLIMITED,
     *,
-    pairs: bool = False,
+    rows: RowKind = "samples",
+    formatting_func: FormattingFunc | None = None,
 ) -> Dataset:
     """Read, tokenize and check examples.
 
     Args:
         source: files, rows (see `sources`), or tokenized examples.
         load: creates examples from files and rows; by default in this process.
-        pairs: rows have two outputs each (`pcg.runtime.data.formats`), and become two examples.
+        rows: the kind of rows, as of `ReadOptions`.
+        formatting_func: converts each row, in this process.
     Raises:
         DataError: the data cannot be read, or a row does not fit the model; names the row.
         FinetuneError: the data is text, and the model has no tokenizer.
     """
-    program = model.program
-    sizes = ModelSizes(program.base.vocabulary, model.max_positions, padding=program.padding)
-    gathered = source if isinstance(source, Dataset) else gather(source)
+    sizes = sizes_of(model)
+    columns, most = options.columns or {}, options.max_length
+    if most is not None:
+        most += sizes.of_labels  # the label follows the cut text
+    if isinstance(source, NamedSources):
+        of_one = functools.partial(training_data, options=options, model=model, load=load)
+        each = [
+            of_one(value, limits=limits, rows=rows, formatting_func=formatting_func)
+            for value in source.values()
+        ]
+        return Dataset.joined(each, tuple(source))
+    gathered = source if isinstance(source, Dataset) else gather(source, columns=columns)
     if isinstance(gathered, Dataset):
-        data = _cut(gathered, options.max_length)
+        data = _cut(gathered, most)
     elif gathered and isinstance(gathered[0], Example):
+        if columns or formatting_func:
+            raise DataError(
+                "the data is tokenized, so that columns and formatting_func have no effect; leave "
+                "them out"
+            )
         places = tuple(f"data[{index}]" for index in range(len(gathered)))
-        data = _cut(Dataset(tuple(gathered), "tokens", places=places), options.max_length)
+        data = _cut(Dataset(tuple(gathered), "tokens", places=places), most)
     elif model.tokenizer is None:
         raise FinetuneError(
-            "the model came without a tokenizer.json; put one into its directory, or give data "
-            "as a list of pcg.runtime.data.dataset.Example(ids, labels)"
+            "the model came without a tokenizer.json; put one into its directory (in Python, data "
+            "may be a list of pcg.runtime.data.example.Example(ids, labels))"
         )
     else:
         max_length, planned = options.max_length, model.program.options
-        if max_length is None and not pairs and holds_documents(gathered):
+        if max_length is None and rows == "samples" and holds_documents(gathered):
             # Documents are cut into examples of this length.
             bounds = (planned.seq if planned.names_step else None, model.max_positions)
             max_length = min(filter(None, bounds), default=None)
-        read = ReadOptions(
-            max_length, options.data_format, options.append_eos, options.empty, limits, pairs
+        read = dataclasses.replace(
+            _read_options(options, formatting_func, model),
+            max_length=max_length,
+            limits=limits,
+            rows=rows,
         )
-        load = load or functools.partial(load_here, model.tokenizer)
+        if formatting_func is not None or (load is None and not _is_large(gathered)):
+            load = functools.partial(load_here, model.tokenizer)
+        elif load is None:
+            tokenizer = pickle.dumps(model.tokenizer)
+            load = functools.partial(
+                load_apart, tokenizer, Cancelling("finetune"), processes=cores()
+            )
         data = load(gathered, read, sizes)
     if data.checked != sizes:
         for example, place in zip(data.examples, places_of(data), strict=True):
@@ -166,9 +231,91 @@ def training_data(
     return data
 
 
+_LARGE_BYTES = 2**23
+"""Size of files from which on a process for each core tokenizes; they start in about a second."""
+
+
+def _is_large(gathered: Gathered) -> bool:
+    """Return True for files that several processes tokenize faster than this one."""
+    if isinstance(gathered, list) or cores() == 1:
+        return False
+    sizes = [path.stat().st_size for path in gathered if is_file(path)]
+    return sum(sizes) >= _LARGE_BYTES and not holds_documents(gathered)
+
+
+def _read_options(
+    options: FinetuneOptions, formatting_func: FormattingFunc | None, model: ModelState
+) -> ReadOptions:
+    return ReadOptions(
+        options.max_length,
+        options.data_format,
+        options.append_eos,
+        options.empty,
+        template=options.template(),
+        variables=options.variables(),
+        columns=options.columns or {},
+        formatting_func=formatting_func,
+        labels=labels_of(model.program.config),
+    )
+
+
+def streamed_data(
+    sources: Sequence[Data],
+    options: FinetuneOptions,
+    model: ModelState,
+    formatting_func: FormattingFunc | None = None,
+    rows: RowKind = "samples",
+) -> Dataset:
+    """Return the examples of files that stay on disk. DataError: a file cannot be streamed."""
+    if model.tokenizer is None:
+        raise FinetuneError("streaming needs a tokenizer.json in the model's directory")
+    read = dataclasses.replace(_read_options(options, formatting_func, model), rows=rows)
+    gathered = [gather(source) for source in sources]
+    return streamed(gathered, model.tokenizer, read, sizes_of(model))
+
+
+def sizes_of(model: ModelState, routes: tuple[int, int, int] = (0, 0, 0)) -> ModelSizes:
+    """Return the sizes of a model; `routes` as in `ModelSizes`."""
+    base, program = model.program.base, model.program
+    of_labels = is_classifier(program.config)
+    return ModelSizes(
+        base.tokens, base.vocabulary, model.max_positions, routes, program.padding, of_labels
+    )
+
+
+def batches_of(data: Dataset, options: FinetuneOptions) -> Batches:
+    """Return the batches of a job."""
+    order: dict[str, Any] = {
+        "seed": options.seed,
+        "shuffle": options.shuffle,
+        "mixture": mixture_of(options, data),
+    }
+    bounds = options.batch_bounds
+    if isinstance(data.examples, StreamedRows):
+        assert bounds["batch_size"] is not None
+        return StreamedBatches(data.examples, batch_size=bounds["batch_size"], **order)
+    return Batches(data.examples, **bounds, **order)
+
+
 def places_of(data: Dataset) -> Sequence[str]:
     """Return the place of each example."""
     return data.places or [f"example {index}" for index in range(len(data))]
+
+
+def mixture_of(options: FinetuneOptions, data: Dataset) -> Mixture | None:
+    """Return the mixture of the data's sources; None without probabilities.
+
+    Raises:
+        FinetuneError: the data was read without its sources.
+    """
+    if options.probabilities is None:
+        return None
+    if len(data.parts) != len(options.probabilities):
+        raise FinetuneError(
+            f"probabilities has {len(options.probabilities)} numbers, and the data is one set of "
+            "tokenized examples; give a list of as many sources"
+        )
+    return Mixture(data.parts, tuple(options.probabilities), options.stopping_strategy)
 
 
 def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) -> None:
@@ -180,6 +327,14 @@ def check_with_prompt(data: Dataset, virtual: int, max_positions: int | None) ->
     if max_positions is None or not virtual:
         return
     most = max_positions - virtual
+    if isinstance(data.examples, StreamedRows):
+        if data.examples.max_length > most:
+            raise DataError(
+                f"max_length={data.examples.max_length}, and the adapter puts {virtual} virtual "
+                f"tokens before it, more than the model's {max_positions} positions; use "
+                f"max_length={max(most, 0)}"
+            )
+        return
     for example, place in zip(data.examples, places_of(data), strict=True):
         if len(example.ids) > most:
             raise DataError(
@@ -204,6 +359,6 @@ def total_steps(batches: Batches, options: FinetuneOptions) -> int:
     if options.max_steps is not None:
         return options.max_steps
     size, epochs = options.gradient_accumulation_steps, options.epochs or 1
-    if options.max_tokens is None or not options.shuffle:
+    if options.probabilities is None and (options.max_tokens is None or not options.shuffle):
         return epochs * math.ceil(len(batches) / size)
     return sum(math.ceil(len(batches.plan(epoch)) / size) for epoch in range(epochs))

@@ -26,7 +26,7 @@ from pcg.ir.program.saved_memory import training_transients, window_memory
 from pcg.ir.types import CONTEXT
 from pcg.peft.adapter import Adapter
 from pcg.peft.recipe import Recipe
-from pcg.peft.registry import recipe_from, recipe_of_fields
+from pcg.peft.registry import recipe_of_fields
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.memory.pool import pages_for
 from pcg.runtime.model.state import ModelState
@@ -110,7 +110,7 @@ def _is_alike(runner: TrainingRunner, training: Training, adapter: Adapter) -> b
         and current.recipe == adapter.recipe
         and {path: weights.bypass for path, weights in current.weights.items()}
         == {path: weights.bypass for path, weights in adapter.weights.items()}
-        and current.biases.keys() == adapter.biases.keys()
+        and current.replaced.keys() == adapter.replaced.keys()
         and current.shared.keys() == adapter.shared.keys()
         and [(x.shape, x.dtype) for x in _all_of(current)]
         == [(x.shape, x.dtype) for x in _all_of(adapter)]
@@ -145,7 +145,7 @@ def record_jobs(
                 f"a warm job of batch={job.batch} and seq={job.seq} takes {pages} pages of the KV "
                 f"cache, which has {cache.pool.size}; use fewer tokens, or a larger cache"
             )
-    told_recipes = {repr(recipe_from(job.peft)) for job in jobs}
+    told_recipes = {repr(state.recipe(job.peft)) for job in jobs}
     for name, (recipe, batch, seq) in _known(state, jobs).items():
         adapter = state.for_training(state.make_adapter("warm-up", recipe))
         runner = training_runner(state, adapter, windows=True)
@@ -197,7 +197,7 @@ def _known(state: ModelState, jobs: Sequence[WarmJob]) -> Mapping[str, tuple[Rec
             recipe = recipe_of_fields(fields)
             known[repr(recipe)] = recipe, options.batch, options.seq
     for job in jobs:
-        recipe = recipe_from(job.peft)
+        recipe = state.recipe(job.peft)
         _, batch, seq = known.get(repr(recipe), (recipe, 0, 0))
         known[repr(recipe)] = recipe, max(batch, job.batch), max(seq, job.seq)
     return known

@@ -123,6 +123,11 @@ class PassSequences:
         _, _, targets = self.window(0, self.tokens)
         return sum(target >= 0 for target in targets)
 
+    def length_of(self, number: int) -> int:
+        """Return the number of tokens of a sequence by its number, without virtual tokens."""
+        lengths = (len(s.ids) for s in self._sequences if s.number == number)
+        return next(lengths) - self._virtual
+
     def context(self, begin: int) -> int:
         """Return the position of the pass's token `begin` in its sequence."""
         return begin - max(origin for origin in self._origins if origin <= begin)

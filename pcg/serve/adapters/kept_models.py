@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pcg.errors import AdapterConflictError
 from pcg.runtime.adapters.cache import ServedAdapter
+from pcg.runtime.text.tokenizer import adapter_template
 from pcg.serve.adapters.loader import Loader, Origin
 from pcg.serve.engine.engine_names import engine_name
 from pcg.serve.store.store import Store
@@ -89,7 +90,9 @@ class KeptModels:
 
     def put(self, model: KeptModel) -> None:
         self._models[model.tenant, model.name] = model
-        self._loader.adopt(engine_name(model.tenant, model.name), _origin(model))
+        template = adapter_template(self._store.folder / model.folder)
+        origin = replace(_origin(model), template=template)
+        self._loader.adopt(engine_name(model.tenant, model.name), origin)
 
     async def resolve(self, tenant: str, name: str) -> ServedAdapter | None:
         """Load a model that a tenant may use, and return it; None for an unknown name.

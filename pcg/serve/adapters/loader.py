@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pcg.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, UnsupportedError
-from pcg.files import SUMS, shown_path
+from pcg.files import SUMS, is_file, shown_path
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.engine.commands import AddAdapter, Hash, RemoveAdapter
+from pcg.runtime.text.tokenizer import adapter_template
 from pcg.serve.engine.client import EngineClient
 from pcg.serve.http.errors import ApiError
+from pcg.source import TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class Origin:
         parent: the base in its model card; None for the base's name.
         is_found: True if it was found under a root by its name, and so may be unloaded to free its
             place.
+        template: the chat template in its folder; None without.
     """
 
     path: str
     created_s: int
     parent: str | None = None
     is_found: bool = False
+    template: str | None = None
 
 
 class Loader:
@@ -81,6 +85,7 @@ class Loader:
 
     def load_now(self, name: str, directory: Path, origin: Origin) -> None:
         """Load an adapter and wait for it, before the event loop runs."""
+        origin = replace(origin, template=adapter_template(directory))
         self._client.wait(self._client.call(AddAdapter(name, directory)))
         self._origins[name] = origin
 
@@ -106,6 +111,9 @@ class Loader:
         command = AddAdapter(name, directory, is_replacing, expected_version)
         try:
             async with self._place(name, tenant):
+                if is_file(directory / TEMPLATE):
+                    template = await asyncio.to_thread(adapter_template, directory)
+                    origin = replace(origin, template=template)
                 adapter = await asyncio.wrap_future(self._client.call(command))
         except AdapterConflictError:
             raise

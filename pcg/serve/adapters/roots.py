@@ -20,12 +20,13 @@ from typing import Annotated
 
 import msgspec
 
-from pcg.errors import AdapterConflictError, ServeError
-from pcg.files import SUMS, expanded, is_file, shown_path
+from pcg.errors import AdapterConflictError, ModelNotFoundError, ServeError
+from pcg.files import SUMS, is_file, shown_path
 from pcg.peft.adapter_files import CONFIG, WEIGHTS
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.serve.adapters.loader import Loader, Origin, refusal
 from pcg.serve.http.errors import ApiError
+from pcg.source import adapter_directory
 
 
 class Roots:
@@ -184,11 +185,12 @@ def _parse(text: str) -> LoraModule:
     name, equals, path = text.partition("=")
     if not text.lstrip().startswith("{"):
         if name and equals and path:
-            return LoraModule(name, expanded(path))
+            return LoraModule(name, _directory(name, path))
     else:
         try:
             fields = msgspec.json.decode(text, type=_Fields)
-            return LoraModule(fields.name, expanded(fields.path), fields.base_model_name or None)
+            directory = _directory(fields.name, fields.path)
+            return LoraModule(fields.name, directory, fields.base_model_name or None)
         except msgspec.ValidationError:
             pass
         except msgspec.DecodeError as error:
@@ -196,3 +198,10 @@ def _parse(text: str) -> LoraModule:
     raise ServeError(
         f'--lora-modules {text}; use NAME=PATH, or {{"name": …, "path": …, "base_model_name": …}}'
     )
+
+
+def _directory(name: str, path: str) -> Path:
+    try:
+        return adapter_directory(path)
+    except ModelNotFoundError as error:
+        raise ServeError(f"--lora-modules {name}={path}: {error}") from error

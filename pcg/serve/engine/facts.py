@@ -9,7 +9,7 @@ import torch
 
 from pcg.errors import UnsupportedError
 from pcg.explain.base_memory import base_bytes, packed_bytes
-from pcg.ir.program.program import Program
+from pcg.ir.program.program import Program, labels_of
 from pcg.ir.types import TORCH_NAMES
 from pcg.runtime.engine.device.device_memory import step_bytes
 from pcg.runtime.engine.engine import Engine
@@ -79,6 +79,7 @@ class ModelFacts:
         is_matryoshka: True if a prefix of an embedding is a valid embedding;
             `matryoshka_dimensions` lists the allowed lengths, and is empty if any length is
             allowed.
+        labels: the labels of a sequence classifier; none of a causal LM.
         max_positions: number of positions; None if the configuration sets no bound.
         ttft_slo_s, tpot_slo_s: the engine's SLOs, seconds; None without an SLO.
         memory: maximum memory, without adapters.
@@ -96,6 +97,7 @@ class ModelFacts:
     width: int
     is_matryoshka: bool
     matryoshka_dimensions: tuple[int, ...]
+    labels: tuple[str, ...]
     max_positions: int | None
     ttft_slo_s: float | None
     tpot_slo_s: float | None
@@ -120,6 +122,7 @@ def facts_of(executor: Executor, engine: Engine, options: ServeOptions) -> Model
         width=width_of(program),
         is_matryoshka=bool(program.config.get("is_matryoshka")),
         matryoshka_dimensions=tuple(map(int, dimensions)),
+        labels=labels_of(program.config),
         max_positions=executor.max_positions,
         ttft_slo_s=limits.ttft_slo_s,
         tpot_slo_s=limits.tpot_slo_s,

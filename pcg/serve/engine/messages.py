@@ -42,8 +42,8 @@ from pcg.units import shown
 # --------------------------------------------------------------------------------------------- jobs
 
 
-SUPERVISED, DPO, REINFORCEMENT = "supervised", "dpo", "reinforcement"
-"""Training methods of jobs: on examples, on preferences, and on rewards."""
+SUPERVISED, DPO, KTO, REINFORCEMENT = "supervised", "dpo", "kto", "reinforcement"
+"""Training methods of jobs: on examples, preferences, labelled outputs, and rewards."""
 TRAIN_REWARD, VALID_REWARD = "train_reward_mean", "valid_reward_mean"
 """Names of reinforcement metrics."""
 
@@ -54,11 +54,11 @@ class JobOrder(msgspec.Struct, frozen=True):
     Attributes:
         adapter: the engine's name of the adapter, and of the job.
         data: path of the training data.
-        eval_data: path of the evaluation data; None without evaluation.
+        eval_data: path of the evaluation data, or paths by name; None without evaluation.
         peft: the recipe, as in adapter_config.json.
         checkpoints: folder of the checkpoints.
         output: folder for the trained adapter.
-        options: further options: `FinetuneOptions`, `DpoOptions`, or those of reinforcement.
+        options: further options: those of the method in Python, or of reinforcement.
         method: training method.
         start: folder of the adapter to continue training; None to start from `peft`.
         tenant: the owner of the job.
@@ -66,7 +66,7 @@ class JobOrder(msgspec.Struct, frozen=True):
 
     adapter: str
     data: str
-    eval_data: str | None
+    eval_data: str | dict[str, str] | None
     peft: dict[str, Any]
     checkpoints: str
     output: str

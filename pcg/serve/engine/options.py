@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pcg.errors import ServeError
-from pcg.options import PolicyName
 
 if TYPE_CHECKING:
     from pcg.runtime.engine.options import EngineArguments
@@ -69,7 +68,8 @@ class ServeOptions:
         warm_jobs: an expected finetuning job; `warm_up` records its windows. JSON with the `batch`
             and `seq` of its steps and, as `peft`, the fields of its adapter_config.json; by default
             the recipe of a job without a recipe. Repeatable.
-        policy: the order in which waiting requests are admitted (docs/engine.md).
+        policy: the order in which waiting requests are admitted (docs/engine.md): fair-share, fcfs,
+            adapter-clustering, early-abort, or MODULE:CLASS of another policy.
         ttft_slo_ms: SLO of the time to the first token, ms.
         tpot_slo_ms: SLO of each gap between two output tokens, ms.
         finetuning_floor: the minimum share of the time for jobs while requests without
@@ -147,7 +147,7 @@ class ServeOptions:
     adapter_self_test: bool = True
     warm_up: bool = True
     warm_jobs: Sequence[str] = ()
-    policy: PolicyName = "fair-share"
+    policy: str = "fair-share"
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     finetuning_floor: float = 0.1
@@ -197,6 +197,10 @@ class ServeOptions:
                 f"tenant_seqs={self.tenant_seqs} needs policy='fair-share'; "
                 f"policy='{self.policy}' does not limit tenants; leave out tenant_seqs or policy"
             )
+        if self.policy != "fair-share":
+            from pcg.runtime.admission.policies import policy_named
+
+            policy_named(self.policy)
         if self.warm_jobs and not self.warm_up:
             raise ServeError("warm_jobs are recorded by warm_up; leave them out, or record")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -274,11 +278,11 @@ class ServeOptions:
         from pcg.runtime.admission.backlog import QueueLimits
         from pcg.runtime.admission.fair_share import FairShare
         from pcg.runtime.admission.limits import Limits
-        from pcg.runtime.admission.policies import POLICIES
+        from pcg.runtime.admission.policies import policy_named
         from pcg.runtime.engine.options import EngineArguments
         from pcg.serve.engine.warm_jobs import parse_warm_jobs
 
-        policy = POLICIES[self.policy]
+        policy = policy_named(self.policy)
         if self.policy == "fair-share":
             running = self.tenant_seqs or (None if tenants == 1 else -(-self.max_num_seqs // 2))
             policy = partial(FairShare, tenant_running=running)

@@ -21,10 +21,21 @@ from pcg.runtime.engine.commands import Command
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.training.options import FinetuneResult, StepRecord
-from pcg.serve.engine.messages import DPO, REINFORCEMENT, Emit, JobEnd, JobOrder, JobStep, start_of
+from pcg.serve.engine.messages import (
+    DPO,
+    KTO,
+    REINFORCEMENT,
+    Emit,
+    JobEnd,
+    JobOrder,
+    JobStep,
+    start_of,
+)
 from pcg.serve.engine.reinforcement import ReinforcementRun
 from pcg.train.preference.dpo import PreferenceJob, step_numbers
-from pcg.train.preference.run import PreferenceResult
+from pcg.train.preference.kto import KtoArguments, LabelledOutputs
+from pcg.train.preference.options import DpoArguments
+from pcg.train.preference.run import PreferenceResult, Preferences
 
 Reply = TypeVar("Reply")
 
@@ -168,7 +179,7 @@ class OrderedJobs:
             run = ReinforcementRun(self._executor, self._engine, order, emit)
             self.running[order.adapter] = run
             run.begin(lambda: self._forget(order))
-        elif order.method == DPO:
+        elif order.method in (DPO, KTO):
             self._begin_preferences(order, emit)
         else:
             self._begin_supervised(order, emit)
@@ -213,18 +224,24 @@ class OrderedJobs:
                 return
             _finish(adapter, Path(order.output), result.tokens, emit)
 
-        arguments = _arguments(order, lambda record: emit(_step_of(record)))
-        job = PreferenceJob(self._executor, end, arguments)
+        kind, objective = (
+            (KtoArguments, LabelledOutputs) if order.method == KTO else (DpoArguments, Preferences)
+        )
+        arguments = kind(**_arguments(order, lambda record: emit(_step_of(record))))
+        job = PreferenceJob(self._executor, end, arguments, objective)
         self.running[order.adapter] = job
         job.begin()
 
 
 def _arguments(order: JobOrder, on_step: Callable[[Any], None]) -> dict[str, Any]:
+    named = order.eval_data
     return {
         "data": Path(order.data),
         "adapter": order.adapter,
         "peft": start_of(order),
-        "eval_data": None if order.eval_data is None else Path(order.eval_data),
+        "eval_data": {name: Path(path) for name, path in named.items()}
+        if isinstance(named, dict)
+        else named and Path(named),
         "checkpoint_dir": Path(order.checkpoints),
         "keep_last": ALL_CHECKPOINTS,
         "on_step": on_step,

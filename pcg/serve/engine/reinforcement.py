@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,6 +45,7 @@ from pcg.peft.adapter import Adapter
 from pcg.peft.adapter_files import write_adapter, write_adapter_files
 from pcg.records.record import RunRecord
 from pcg.records.run_files import Status
+from pcg.runtime.data.dataset import converted
 from pcg.runtime.data.sources import read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers import AsyncTrainer
@@ -51,6 +53,7 @@ from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream
 from pcg.runtime.training.checkpoints import STATE, TRAINER, check_checkpoint, last_good
+from pcg.runtime.training.training_data import with_own_template
 from pcg.runtime.training.work_units import run_to_end
 from pcg.serve.engine.messages import (
     TRAIN_REWARD,
@@ -293,16 +296,21 @@ class ReinforcementRun:
 
     def _trained(self) -> Adapter:
         order, settings = self._order, self._settings
-        options = GrpoOptions(**settings["grpo"])
-        prompts = self._prompts(order.data)
-        tests = [] if order.eval_data is None else self._prompts(order.eval_data)
+        options = with_own_template(
+            GrpoOptions(**settings["grpo"]), self._executor.state, order.adapter, start_of(order)
+        )
+        prompts = self._prompts(order.data, options)
+        tests = [] if order.eval_data is None else self._prompts(str(order.eval_data), options)
         is_there = order.adapter in self._executor.adapters
         trainer = self._engine.trainer(
             order.adapter,
             peft=None if is_there else start_of(order),
             seed=options.seed,
             batch_size=options.batch_size,
+            temperature=options.temperature,
             dropout=False,
+            max_tokens=options.max_tokens_per_pass,
+            chat_template=options.template(),
             tenant=order.tenant,
         )
         with trainer:
@@ -334,16 +342,19 @@ class ReinforcementRun:
                         end_cancelled(self._record)
                     raise
 
-    def _prompts(self, path: str) -> list[Prompt]:
+    def _prompts(self, path: str, options: GrpoOptions) -> list[Prompt]:
         """Read the rows of a file: a chat or a text, and columns for the grader."""
         tokenizer = self._executor.tokenizer
         if tokenizer is None:
             raise DataError("the model has no tokenizer, and prompts are texts")
         effort = self._settings["reasoning_effort"]
-        variables = {} if effort is None else {"reasoning_effort": effort}
+        variables = options.variables() | ({} if effort is None else {"reasoning_effort": effort})
+        if (template := options.template()) is not None:
+            tokenizer = replace(tokenizer, chat_template=template)
         room, prompts = self._settings["prompt_tokens"], []
         for line in read_rows((Path(path),)):
-            row, name = line.value, line.where.removeprefix(f"{Path(path).parent}/")
+            row = converted(line.value, line.where, options.columns)
+            name = line.where.removeprefix(f"{Path(path).parent}/")
             prompt = row.pop("messages", None)
             if prompt is None:
                 prompt = row.pop("prompt")

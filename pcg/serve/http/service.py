@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from pcg.errors import GenerationError, PcgError
+from pcg.errors import GenerationError, PcgError, ServeError
 from pcg.keys import Keys
 from pcg.keys import Scope as KeyScope
 from pcg.runtime.adapters.cache import ServedAdapter
@@ -92,8 +93,13 @@ class Service:
         self.keys = keys
         self.options = options
         self.created_s = int(time.time())
-        bounds = [n for n in (options.max_model_len, client.facts.max_positions) if n is not None]
-        self.max_model_len = min(bounds, default=None)
+        asked, positions = options.max_model_len, client.facts.max_positions
+        if asked is not None and positions is not None and asked > positions:
+            raise ServeError(
+                f"max_model_len={asked}, and the model has {positions} positions; use at most "
+                f"{positions}"
+            )
+        self.max_model_len = positions if asked is None else asked
         sizes = [adapter.size_bytes for adapter in client.adapters.values()]
         self.memory = replace(client.facts.memory, adapters=sum(sizes))
         self.begins: list[Callable[[], None]] = []
@@ -196,7 +202,7 @@ class Service:
             EngineError: the engine takes no requests.
         """
         if fields.get("truncate_prompt_tokens") == -1:
-            new = fields.get("max_new_tokens", 0)
+            new = 0 if self.client.facts.labels else fields.get("max_new_tokens", 0)
             most = max(1, await self.room(model) - (new if isinstance(new, int) else 0))
             fields = {**fields, "truncate_prompt_tokens": most}
         make = partial(self._requests, caller, model, prompts, fields, request_id)
@@ -261,13 +267,14 @@ class Service:
 
     def _check(self, request: EngineRequest) -> None:
         """Refuse a request that exceeds the server's options; the message names the option."""
-        most_logprobs = self.options.max_logprobs
+        of_labels = bool(self.client.facts.labels)  # all of them are asked for; see `_limit`
+        most_logprobs = sys.maxsize if of_labels else self.options.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.params, name)
             if count is not None and count > most_logprobs:
                 words = f"{name}={count}, and this server gives at most {most_logprobs}"
                 raise ApiError(400, words, param=name)
-        most, new = self.max_model_len, request.params.max_new_tokens
+        most, new = self.max_model_len, 0 if of_labels else request.params.max_new_tokens
         if most is not None and request.length + new > most:
             raise ApiError(
                 400,

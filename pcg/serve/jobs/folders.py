@@ -1,7 +1,7 @@
 """Folders of jobs in the server's store, and the removal of unneeded files.
 
 jobs/<id>/training.jsonl        a hard link to the uploaded file, which may be deleted
-jobs/<id>/validation.jsonl
+jobs/<id>/validation.jsonl      and validation-2.jsonl, …, with several files
 jobs/<id>/start/                the initial adapter, if the job continues a model
 jobs/<id>/checkpoints/          the last checkpoints, each served under a name
 jobs/<id>/record/               the training record, as long as the job's row exists
@@ -45,6 +45,7 @@ from pcg.serve.store.contents import Contents, remove_path
 from pcg.serve.store.database import as_store_error
 from pcg.serve.store.store import Store
 from pcg.serve.store.tables import (
+    data_name,
     held_folders,
     hold_folder,
     jobs_with_data,
@@ -52,6 +53,7 @@ from pcg.serve.store.tables import (
     release_data,
     resize_folder,
 )
+from pcg.source import TEMPLATE
 
 _JOBS = "jobs"
 _DAY_S = 86_400
@@ -69,20 +71,21 @@ class JobFolder:
         self.root = root
         self.id = id
         self.path = root / _JOBS / id
-        self.training = self.path / "training.jsonl"
-        self.validation = self.path / "validation.jsonl"
+        self.training, self.validation = (self.path / data_name(index) for index in (0, 1))
         self.start = self.path / "start"
         self.checkpoints = self.path / "checkpoints"
         self.record = self.path / "record"
         self.model = self.path / MODEL
 
-    def make(
-        self, contents: Contents, training: str, validation: str | None, start: Path | None
-    ) -> None:
+    def data(self) -> list[Path]:
+        """Return the present files of the data."""
+        return [*self.path.glob("*.jsonl")]
+
+    def make(self, contents: Contents, digests: Sequence[str], start: Path | None) -> None:
         """Create the folder with links to the data and to the initial adapter.
 
         Args:
-            training, validation: digests of the data; `validation` may be None.
+            digests: digests of the training data, and of the validation data.
             start: folder of the initial adapter; None for the base.
         Raises:
             ApiError: a file was deleted.
@@ -91,13 +94,13 @@ class JobFolder:
         """
         try:
             self.path.mkdir(parents=True)
-            os.link(contents.check(training), self.training)
-            if validation is not None:
-                os.link(contents.check(validation), self.validation)
+            for index, digest in enumerate(digests):
+                os.link(contents.check(digest), self.path / data_name(index))
             if start is not None:
                 self.start.mkdir()
-                for name in (CONFIG, WEIGHTS):
-                    os.link(start / name, self.start / name)
+                for name in (CONFIG, WEIGHTS, TEMPLATE):
+                    if name != TEMPLATE or is_file(start / name):
+                        os.link(start / name, self.start / name)
                 sums = read_sums(start, FinetuneError) or {}
                 if sums:
                     write_sums(
@@ -117,7 +120,7 @@ class JobFolder:
 
     def tidy(self) -> None:
         """Remove the data and the optimizer states of a finished job."""
-        for path in (self.training, self.validation):
+        for path in self.data():
             path.unlink(missing_ok=True)
         shutil.rmtree(self.start, ignore_errors=True)
         for path in self.saved().values():
@@ -134,7 +137,7 @@ class JobFolder:
 
         The page is written after the job's end, when the bytes have been counted.
         """
-        others = (self.training, self.validation, self.record / REPORT)
+        others = (*self.data(), self.record / REPORT)
         size = 0
         for path in (Path(top, name) for top, _, names in os.walk(self.path) for name in names):
             with suppress(FileNotFoundError):  # the engine renames files while a job runs
@@ -196,12 +199,8 @@ class JobFolder:
 
         StoreDamagedError: the data was changed.
         """
-        for path in (self.training, self.validation):
-            try:
-                is_whole = sha256_of(path) in digests
-            except FileNotFoundError:
-                is_whole = path == self.validation
-            if not is_whole:
+        for path in {self.training, *self.data()}:
+            if not is_file(path) or sha256_of(path) not in digests:
                 raise StoreDamagedError(
                     f"{path.name} of the job is damaged: it differs from the uploaded file; upload "
                     "it again, and create another job"

@@ -141,7 +141,10 @@ def table_of(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     Further metrics of the job's method, such as rewards, have columns after the losses.
     """
     names = dict.fromkeys(name for step in metrics for name in step)
-    further = [name for name in names if "/" in name or name in (TRAIN_REWARD, VALID_REWARD)]
+    further = [
+        name for name in names if "/" in name or name.startswith("valid_") or name == TRAIN_REWARD
+    ]
+    further = [name for name in further if name not in _COLUMNS]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*_COLUMNS, *further], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

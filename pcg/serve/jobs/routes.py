@@ -47,11 +47,12 @@ from pcg.serve.jobs.settings import (
     JobBody,
     PcgSettings,
     Reinforcement,
+    ReinforcementHyperparameters,
     count_rows,
     resolve,
     resolve_reinforcement,
 )
-from pcg.serve.store.tables import new_key, now
+from pcg.serve.store.tables import data_name, new_key, now
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=LongBodyRoute)
 
@@ -102,6 +103,7 @@ class ResolvedMethod(BaseModel):
     type: str
     supervised: ResolvedOptions | None = None
     dpo: ResolvedOptions | None = None
+    kto: ResolvedOptions | None = None
     reinforcement: ResolvedReinforcement | None = None
 
 
@@ -203,42 +205,60 @@ async def create_job(
 ) -> Job:
     """Create a job; check its files line by line, and resolve `auto` settings."""
     method, options = body.method_options()
+    settings = body.pcg or PcgSettings()
+    is_rewarded = isinstance(options, Reinforcement)
+    hyper = ReinforcementHyperparameters if is_rewarded else type(options)
+    overrides = settings.options(method, hyper)
+    if overrides.get("chat_template") is not None and not runner.trusts_templates:
+        raise ApiError(
+            400,
+            "pcg.chat_template is not accepted: a template is a program. The operator may allow it "
+            "by --trust-request-chat-template.",
+            param="pcg.chat_template",
+        )
     if (why := service.client.facts.no_jobs) is not None:
         raise ApiError(400, f"This server runs no jobs. {why}.", code="unsupported")
     start = await _start(service, files, caller, body.model)
     if isinstance(options, Reinforcement):
         await usable_grader(service, caller, options.grader, "method.reinforcement.grader")
     training = await _file(files, caller, body.training_file, "training_file")
-    validation = None
-    if body.validation_file is not None:
-        validation = await _file(files, caller, body.validation_file, "validation_file")
-    data = [file for file in (training, validation) if file is not None]
-    id, settings = new_key("ftjob-"), body.pcg or PcgSettings()
+    ids = [] if body.validation_file is None else [("validation_file", body.validation_file)]
+    if settings.eval_data is not None:
+        if ids:
+            message = "Give validation_file or pcg.eval_data, not both."
+            raise ApiError(400, message, param="validation_file")
+        ids = [(f"pcg.eval_data.{name}", id) for name, id in settings.eval_data.items()]
+    validation = [await _file(files, caller, id, param) for param, id in ids]
+    data = [training, *validation]
+    id = new_key("ftjob-")
     folder = folder_of(files.store, id)
     try:
         try:
-            digest = None if validation is None else validation.digest
-            contents = files.store.contents
-            await service.beside(caller, folder.make, contents, training.digest, digest, start)
+            digests, contents = [file.digest for file in data], files.store.contents
+            await service.beside(caller, folder.make, contents, digests, start)
         except StoreDamagedError:
             for file in data:
                 await files.find(caller.tenant, file.id)  # raises a 404 if a file was deleted
             raise
-        path = folder.training
-        examples = await service.beside(caller, count_rows, path, "training_file", method)
-        tests = 0
-        if validation is not None:
-            path = folder.validation
-            tests = await service.beside(caller, count_rows, path, "validation_file", method)
+        params = ["training_file", *(param for param, _ in ids)]
+        counts = [
+            await service.beside(
+                caller, count_rows, folder.path / data_name(index), param, method, overrides
+            )
+            for index, param in enumerate(params)
+        ]
+        examples, tests = counts[0], sum(counts[1:])
         continued = None if start is None else body.model
         if isinstance(options, Reinforcement):
             most = service.max_model_len
             config = resolve_reinforcement(
-                options, settings, examples, tests, most_tokens=most, start=continued
+                options, settings, overrides, examples, tests, most_tokens=most, start=continued
             )
             _check_width(service, config["options"]["grpo"]["num_generations"])
         else:
-            config = resolve(options, settings, examples, method, continued)
+            evaluates = bool(validation)
+            arguments = settings, overrides, examples, method, continued
+            config = resolve(options, *arguments, evaluates=evaluates)
         text = json.dumps(config)
         record = JobRecord(
             id,
@@ -249,7 +269,7 @@ async def create_job(
             created_s=now(),
             finished_s=None,
             training_file=training.id,
-            validation_file=None if validation is None else validation.id,
+            validation_file=body.validation_file,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=json.dumps(body.metadata) if body.metadata else None,
             config=text,
@@ -460,7 +480,10 @@ def _job(record: JobRecord) -> Job:
         "result_files": [] if record.result_file is None else [record.result_file],
         "hyperparameters": hyperparameters,
         "method": {"type": type, type: options},
-        "pcg": {name: config[name] for name in ("peft", "options", "examples", "total_steps")},
+        "pcg": {
+            **{name: config[name] for name in ("peft", "options", "examples", "total_steps")},
+            "eval_data": config.get("eval_data"),
+        },
     }
     return Job.model_validate({**vars(record), **resolved})
 

@@ -66,7 +66,8 @@ from pcg.serve.jobs.records import (
     UNFINISHED,
     JobRecord,
 )
-from pcg.serve.store.tables import held_data, hold_data, hold_folder, now
+from pcg.serve.jobs.settings import MOST_EVAL_DATA
+from pcg.serve.store.tables import data_name, held_data, hold_data, hold_folder, now
 
 
 def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
@@ -74,14 +75,16 @@ def order_of(job: JobRecord, folder: JobFolder) -> JobOrder:
     resolved = job.resolved
     method, options = resolved.get("method", SUPERVISED), {**resolved["options"]}
     options["record"] = str(folder.record)
+    data = [str(folder.path / data_name(index)) for index in range(1 + MOST_EVAL_DATA)]
+    named = dict(zip(resolved.get("eval_data") or (), data[1:], strict=False))
     if method == REINFORCEMENT:
         options["grpo"] = {**options["grpo"], "seed": job.seed}
     else:
         options |= {"seed": job.seed, "progress": False}
     return JobOrder(
         engine_name(job.tenant, job.name),
-        str(folder.training),
-        str(folder.validation) if job.validation_file else None,
+        data[0],
+        named or (data[1] if job.validation_file else None),
         peft=resolved["peft"],
         checkpoints=str(folder.checkpoints),
         output=str(folder.model),
@@ -105,7 +108,7 @@ def failure_of(end: JobEnd, folder: JobFolder) -> str:
     """Return the error of a failed job as JSON, without the server's paths."""
     code, param = _CODES.get(end.kind or "", ("job_failed", None))
     text = folder.without_paths(end.text or "The job failed.")
-    if param is not None and text.startswith(folder.validation.name):
+    if param is not None and text.startswith(folder.validation.stem):
         code, param = "invalid_validation_file", "validation_file"
     return _error(code, text, param)
 
@@ -124,6 +127,7 @@ class JobRunner:
 
     Attributes:
         files: files, and the store with the jobs' rows.
+        trusts_templates: True if jobs may have chat templates.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class JobRunner:
         self._kept: KeptModels = catalog.kept
         self._kept.on_forget.append(self.model_gone)
         self._loader = catalog.loader
+        self.trusts_templates = options.trust_request_chat_template
         self._most = options.max_jobs
         self._keep_days = options.keep_jobs_days
         self._queued: dict[str, JobRecord] = {}

@@ -2,36 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from pcg.errors import AdapterError, DataError, FinetuneError, UnsupportedError
+from pcg.errors import AdapterError, DataError, FinetuneError, PcgError, UnsupportedError
+from pcg.keywords import check_names
 from pcg.peft.registry import recipe_from
-from pcg.runtime.data.formats import detect, parse, parse_pair
+from pcg.runtime.data.dataset import converted
+from pcg.runtime.data.formats import FORMATS, detect, parse, parse_pair, take_label
 from pcg.runtime.data.sources import DataLimits, read_rows
 from pcg.runtime.text.chat import check_messages
-from pcg.runtime.training.options import FinetuneOptions, make_schedule
-from pcg.serve.engine.messages import DPO, REINFORCEMENT, SUPERVISED
+from pcg.runtime.training.options import DEFAULT_BATCH_SIZE, FinetuneOptions
+from pcg.runtime.training.schedules import make_schedule
+from pcg.serve.engine.messages import DPO, KTO, REINFORCEMENT, SUPERVISED
 from pcg.serve.engine.warm_jobs import DEFAULT_PEFT
 from pcg.serve.http.errors import UNSUPPORTED, ApiError
 from pcg.serve.http.wire import WireModel
+from pcg.train.config_file import converted as as_field
+from pcg.train.grpo.checkpoints import ResumableOptions
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.preference.options import LEARNING_RATE as DPO_RATE
-from pcg.train.preference.options import DpoOptions
+from pcg.train.preference.options import LEARNING_RATE, DpoOptions, KtoOptions
 
 Auto = Literal["auto"]
-METHODS = (SUPERVISED, DPO, REINFORCEMENT)
+_OPTIONS: Mapping[str, type] = {
+    SUPERVISED: FinetuneOptions,
+    DPO: DpoOptions,
+    KTO: KtoOptions,
+    REINFORCEMENT: ResumableOptions,
+}
+"""The options of each method, which are the keys of `pcg`."""
+METHODS = tuple(_OPTIONS)
+_OF_SERVER = "the server sets it; leave it out"
+_ONE_FILE = "a job learns one file, which it reads first; leave it out"
+_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("epochs", "max_steps", "num_train_epochs"), "give n_epochs instead"),
+    "max_tokens": "a job counts its batches in rows; give batch_size instead",
+    "num_generations": "give compute_multiplier instead",
+    "seed": "give seed beside pcg instead",
+    **dict.fromkeys(
+        ("checkpoint_dir", "keep_last", "resume", "record", "report_to", "log_every", "progress"),
+        _OF_SERVER,
+    ),
+    **dict.fromkeys(("streaming", "probabilities", "stopping_strategy"), _ONE_FILE),
+    "eval_samples": "only executor.finetune continues prompts; leave it out",
+    **dict.fromkeys(
+        ("steps_per_generation", "num_iterations"),
+        "a job saves its state after any update; leave it out",
+    ),
+}
+"""Options that no job takes from `pcg`, and the fix."""
+MOST_EVAL_DATA = 16
+"""The most files of evaluation data of a job."""
 MOST_STEPS = 1_000_000
 """The most steps of a job."""
 
-_RATES = {SUPERVISED: 2e-4, DPO: DPO_RATE, REINFORCEMENT: 2e-5}
+_RATES = {SUPERVISED: 2e-4, DPO: LEARNING_RATE, KTO: LEARNING_RATE, REINFORCEMENT: 2e-5}
 """Learning rates at a multiplier of 1: QLoRA, table 9; for rewards, from the range 1e-5 to 1e-4
 (docs/finetuning.md)."""
 _EPOCHS, _LEAST_EXAMPLES, _MOST_EXAMPLES, _MOST_EPOCHS = 3, 100, 25_000, 25
@@ -45,7 +78,7 @@ _GENERATIONS, _MOST_GENERATIONS = 8, 64
 _PROMPTS_OF_STEP = 8
 _MOST_COMPLETIONS = 4096
 _COMPLETION_TOKENS = 256
-_MOST_PROMPTS, _MOST_ROW_BYTES = 2**16, 2**16
+_MOST_PROMPTS, _MOST_ROW_BYTES, _MOST_DEPTH = 2**16, 2**16, 32
 _NO_BOUND = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_NUMBER = 1024
@@ -61,7 +94,7 @@ class Hyperparameters(WireModel):
 
 
 class DpoHyperparameters(Hyperparameters):
-    """OpenAI's hyperparameters of the method `dpo`."""
+    """OpenAI's hyperparameters of the method `dpo`, and those of `kto`."""
 
     beta: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
 
@@ -82,7 +115,7 @@ class Supervised(WireModel):
 
 
 class Dpo(WireModel):
-    """The method `dpo`."""
+    """The method `dpo`, or pcg's `kto`."""
 
     hyperparameters: DpoHyperparameters | None = None
 
@@ -100,32 +133,86 @@ class Method(WireModel):
     type: Annotated[str, Field(max_length=64)]
     supervised: Supervised | None = None
     dpo: Dpo | None = None
+    kto: Dpo | None = None
     reinforcement: Reinforcement | None = None
+
+
+_EvalName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
 class PcgSettings(WireModel):
     """Settings beyond OpenAI's API.
 
     `peft` has the fields of peft's adapter_config.json, such as peft_type, r and target_modules.
-    `learning_rate` is absolute and replaces the multiplier. `save_every` is the number of steps
-    between checkpoints, by default those of an epoch. `max_completion_length` is only for
-    reinforcement.
+    `eval_data` has file ids by name, instead of `validation_file`. The other keys are options of
+    the method in Python, with the same values: those of `executor.finetune`, `DpoArguments`,
+    `KtoArguments` or `GrpoOptions`. `learning_rate` replaces the multiplier.
     """
 
-    peft: dict[str, Any] | None = None
-    learning_rate: Annotated[float, Field(gt=0, le=100)] | None = None
-    max_seq_len: Annotated[int, Field(ge=2, le=2**24)] | None = None
-    max_completion_length: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    save_every: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    schedule: Annotated[str, Field(max_length=32)] | None = None
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    weight_decay: Annotated[float, Field(ge=0, le=10)] | None = None
+    model_config = ConfigDict(extra="allow")
 
-    def refuse(self, names: tuple[str, ...], because: str) -> None:
-        for name in names:
-            if getattr(self, name) is not None:
-                message = f"pcg.{name} is {because}; leave it out."
-                raise ApiError(400, message, param=f"pcg.{name}")
+    peft: dict[str, Any] | None = None
+    eval_data: (
+        Annotated[
+            dict[_EvalName, Annotated[str, Field(max_length=128)]],
+            Field(min_length=1, max_length=MOST_EVAL_DATA),
+        ]
+        | None
+    ) = None
+
+    def options(self, method: str, hyperparameters: type[WireModel]) -> dict[str, Any]:
+        """Return the options of a method.
+
+        Args:
+            hyperparameters: the class of the job's hyperparameters, which are not options.
+        Raises:
+            ApiError: an option is unknown, or not one of a job, or has a value of another type.
+        """
+        kind, values = _OPTIONS[method], dict[str, Any]()
+        hints = get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        for name, value in (self.model_extra or {}).items():
+            param = f"pcg.{name}"
+            try:
+                check_names((name,), names)
+                fix = _ELSEWHERE.get(name)
+                if name in hyperparameters.model_fields:
+                    fix = "give it among the hyperparameters instead"
+                elif name == "eval_every" and method == REINFORCEMENT:
+                    fix = "give eval_interval instead"
+                elif name == "reference" and value not in ("base", "start"):
+                    fix = "use base or start"
+                elif name == "chat_template" and "{" not in str(value):
+                    fix = "give the template's text"  # never a path of the server
+                if fix is not None:
+                    raise FinetuneError(f"the job cannot take it; {fix}")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"{value}; use a finite number")
+                if _is_deeper(value, _MOST_DEPTH):
+                    raise FinetuneError(
+                        f"it is nested more than {_MOST_DEPTH} deep; write a flatter value"
+                    )
+                values[name] = as_field(value, hints[name], Path())
+                msgspec.msgpack.encode(values[name])  # as it is sent to the engine
+            except UnicodeEncodeError:
+                message = f"{param} has an unpaired surrogate; repair it"
+                raise ApiError(400, message, param=param) from None
+            except OverflowError:
+                message = f"{param} has an integer of more than 64 bits; use less"
+                raise ApiError(400, message, param=param) from None
+            except ValueError as error:
+                raise ApiError(400, f"{param}={error}", param=param) from None
+            except PcgError as error:
+                raise ApiError(400, f"{param}: {error}", param=param) from None
+        return values
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    """Return whether a JSON value has more than `most` objects and lists around a part."""
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(inner, list) and (
+        most == 0 or any(_is_deeper(part, most - 1) for part in inner)
+    )
 
 
 Metadata = dict[
@@ -172,29 +259,32 @@ class JobBody(WireModel):
                 message = f"Give {name}.hyperparameters in place of hyperparameters."
                 raise ApiError(400, message, param="hyperparameters")
             return method.type, method.reinforcement
-        options = method.dpo if method.type == DPO else method.supervised
+        options: Supervised | Dpo | None = getattr(method, method.type)
         hyperparameters = None if options is None else options.hyperparameters
         if hyperparameters is not None and self.hyperparameters is not None:
             message = f"Give hyperparameters or method.{method.type}.hyperparameters, not both."
             raise ApiError(400, message, param="hyperparameters")
-        kind = DpoHyperparameters if method.type == DPO else Hyperparameters
+        kind = Hyperparameters if method.type == SUPERVISED else DpoHyperparameters
         shared = {} if self.hyperparameters is None else self.hyperparameters.model_dump()
         return method.type, hyperparameters or kind(**shared)
 
 
-def count_rows(path: Path, param: str, method: str) -> int:
+def count_rows(path: Path, param: str, method: str, options: Mapping[str, Any]) -> int:
     """Check each row of a data file for a method, and count the rows.
 
+    Args:
+        options: options of the job, of which `columns` and `data_format` count.
     Raises:
         ApiError: a line is invalid; the message names the line and the reason.
     """
+    examples = _Examples(options.get("data_format", "auto"), has_labels=method == KTO)
     check: Callable[[Any, str], object] = {DPO: parse_pair, REINFORCEMENT: _check_prompt}.get(
-        method, _Examples().check
+        method, examples.check
     )
     count = 0
     try:
         for row in read_rows((path,), DataLimits()):
-            check(row.value, row.where)
+            check(converted(row.value, row.where, options.get("columns")), row.where)
             count += 1
         if not count and method != REINFORCEMENT:
             raise DataError("the file has no rows")
@@ -209,10 +299,13 @@ def count_rows(path: Path, param: str, method: str) -> int:
 class _Examples:
     """Checks rows of examples, which must all have the first row's format."""
 
-    def __init__(self) -> None:
-        self._format: Any = None
+    def __init__(self, format: str, *, has_labels: bool) -> None:
+        self._format = FORMATS.get(format)
+        self._has_labels = has_labels
 
     def check(self, row: Any, where: str) -> None:
+        if self._has_labels:
+            row, _ = take_label(row, where)
         self._format = self._format or detect(row, where)
         parse(self._format, row, where)
 
@@ -247,41 +340,38 @@ def _check_prompt(row: Any, where: str) -> None:
 
 
 def resolve(
-    hyper: Hyperparameters, settings: PcgSettings, examples: int, method: str, start: str | None
+    hyper: Hyperparameters,
+    settings: PcgSettings,
+    overrides: Mapping[str, Any],
+    examples: int,
+    method: str,
+    start: str | None,
+    *,
+    evaluates: bool,
 ) -> dict[str, Any]:
-    """Return the resolved configuration of a supervised or DPO job.
+    """Return the resolved configuration of a supervised job, or of a job on preferences.
 
     Args:
+        overrides: the options in the settings.
         examples: number of rows of the training data.
-        method: supervised, or dpo.
+        method: supervised, dpo or kto.
         start: the model that the job continues; None for the base.
+        evaluates: True for a job with validation data.
     Raises:
         ApiError: a value is invalid.
     """
-    settings.refuse(("max_completion_length",), "only for the method 'reinforcement'")
     epochs = _epochs(examples) if hyper.n_epochs == "auto" else hyper.n_epochs
-    batch = max(1, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
+    least = DEFAULT_BATCH_SIZE if method == KTO else 1  # kto compares the rows of a batch
+    batch = max(least, min(_MOST_BATCH, round(_BATCH_SHARE * examples)))
     if hyper.batch_size != "auto":
         batch = hyper.batch_size
-    rate, multiplier = _rate(hyper, settings, _RATES[method])
-    steps = epochs * math.ceil(examples / batch)
-    if steps > MOST_STEPS:
-        raise ApiError(
-            400,
-            f"The job would have {steps} steps, and has at most {MOST_STEPS}: use a greater "
-            "batch_size, or fewer n_epochs.",
-            param="n_epochs",
-        )
+    rate, multiplier = _rate(hyper, overrides, _RATES[method])
     options: dict[str, Any] = {
+        **overrides,
         "epochs": epochs,
         "batch_size": min(batch, examples),
         "learning_rate": rate,
-        "max_length": settings.max_seq_len,
-        "save_every": settings.save_every,
     }
-    for name in ("schedule", "warmup_ratio", "weight_decay"):
-        if (value := getattr(settings, name)) is not None:
-            options[name] = value
     hyperparameters: dict[str, Any] = {
         "n_epochs": epochs,
         "batch_size": min(batch, examples),
@@ -290,19 +380,31 @@ def resolve(
     if isinstance(hyper, DpoHyperparameters):
         beta = DpoOptions.beta if hyper.beta == "auto" else hyper.beta
         options["beta"] = hyperparameters["beta"] = beta
-        options["reference"] = "base" if start is None else "start"
+        options.setdefault("reference", "base" if start is None else "start")
     peft = checked_peft(settings.peft, start)
     try:
-        kind = DpoOptions if method == DPO else FinetuneOptions
-        kind(**{**options, "checkpoint_dir": "checked"})
-    except FinetuneError as error:
+        checked = {"checkpoint_dir": "checked", "eval_data": "checked" if evaluates else None}
+        _OPTIONS[method](**{**options, **checked})
+        if settings.eval_data is not None and method != SUPERVISED:
+            raise FinetuneError("eval_data is for the method supervised; give validation_file")
+    except PcgError as error:
         raise ApiError(400, str(error), param="pcg") from None
+    updates = math.ceil(math.ceil(examples / batch) / options.get("gradient_accumulation_steps", 1))
+    steps = epochs * updates
+    if steps > MOST_STEPS:
+        raise ApiError(
+            400,
+            f"The job would have {steps} steps, and has at most {MOST_STEPS}: use a greater "
+            "batch_size, or fewer n_epochs.",
+            param="n_epochs",
+        )
     return {
         "method": method,
         "hyperparameters": hyperparameters,
         "options": options,
         "peft": peft,
         "start": start,
+        "eval_data": settings.eval_data,
         "examples": examples,
         "total_steps": steps,
     }
@@ -311,6 +413,7 @@ def resolve(
 def resolve_reinforcement(
     method: Reinforcement,
     settings: PcgSettings,
+    overrides: Mapping[str, Any],
     examples: int,
     tests: int,
     *,
@@ -320,6 +423,7 @@ def resolve_reinforcement(
     """Return the resolved configuration of a reinforcement job.
 
     Args:
+        overrides: the options in the settings.
         examples: number of rows of the training data.
         tests: number of rows of the validation data.
         most_tokens: the most tokens of a prompt and its completion; None without a limit.
@@ -328,7 +432,6 @@ def resolve_reinforcement(
         ApiError: a value is invalid.
     """
     hyper = method.hyperparameters or ReinforcementHyperparameters()
-    settings.refuse(("max_seq_len", "warmup_ratio"), "not for the method 'reinforcement'")
     epochs = 1 if hyper.n_epochs == "auto" else hyper.n_epochs
     batch = min(_PROMPTS_OF_STEP if hyper.batch_size == "auto" else hyper.batch_size, examples)
     compute = 1.0 if hyper.compute_multiplier == "auto" else hyper.compute_multiplier
@@ -353,9 +456,9 @@ def resolve_reinforcement(
     if steps > MOST_STEPS:
         message = f"The job would have {steps} steps, and has at most {MOST_STEPS}."
         raise ApiError(400, message, param="n_epochs")
-    rate, multiplier = _rate(hyper, settings, _RATES[REINFORCEMENT])
+    rate, multiplier = _rate(hyper, overrides, _RATES[REINFORCEMENT])
     tokens = min(_COMPLETION_TOKENS, (most_tokens or 512) // 2)
-    completion = settings.max_completion_length or tokens
+    completion = overrides.get("max_completion_length", tokens)
     prompt = (most_tokens or _NO_BOUND) - completion
     if prompt < 1:
         raise ApiError(
@@ -365,20 +468,27 @@ def resolve_reinforcement(
             param="pcg.max_completion_length",
         )
     grpo: dict[str, Any] = {
+        **overrides,
         "num_generations": generations,
         "batch_size": batch * generations,
         "max_completion_length": completion,
         "max_steps": steps,
         "learning_rate": rate,
     }
-    if settings.schedule is not None:
-        grpo["lr_scheduler_type"] = settings.schedule
-    if settings.weight_decay is not None:
-        grpo["weight_decay"] = settings.weight_decay
     try:
-        GrpoOptions(**grpo)
-        make_schedule(grpo.get("lr_scheduler_type", "linear"), total_steps=steps)
-    except FinetuneError as error:
+        save_every = ResumableOptions(**{"save_every": steps_of_epoch, **grpo}).save_every
+        grpo.pop("save_every", None)
+        options = GrpoOptions(**grpo)
+        warmup = options.warmup_steps or None
+        make_schedule(options.lr_scheduler_type, total_steps=steps, warmup_steps=warmup)
+        if options.beta and start is not None:
+            raise FinetuneError(
+                f"beta={options.beta:g}; a job that continues a model has no reference, leave it "
+                "out"
+            )
+        if settings.eval_data is not None:
+            raise FinetuneError("eval_data is for the method supervised; give validation_file")
+    except PcgError as error:
         raise ApiError(400, str(error), param="pcg") from None
     interval = steps_of_epoch if hyper.eval_interval == "auto" else hyper.eval_interval
     effort = hyper.reasoning_effort
@@ -397,7 +507,7 @@ def resolve_reinforcement(
         "options": {
             "grpo": grpo,
             "prompt_tokens": prompt,
-            "save_every": settings.save_every or steps_of_epoch,
+            "save_every": save_every,
             "eval_interval": interval,
             "eval_samples": samples,
             "reasoning_effort": None if effort == "default" else effort,
@@ -409,10 +519,10 @@ def resolve_reinforcement(
     }
 
 
-def _rate(hyper: Hyperparameters, settings: PcgSettings, unit: float) -> tuple[float, float]:
+def _rate(hyper: Hyperparameters, overrides: Mapping[str, Any], unit: float) -> tuple[float, float]:
     """Return the learning rate, and its multiple of `unit`. ApiError: both are set."""
     multiplier = hyper.learning_rate_multiplier
-    if settings.learning_rate is None:
+    if "learning_rate" not in overrides:
         multiple = 1.0 if multiplier == "auto" else multiplier
         return unit * multiple, multiple
     if multiplier != "auto":
@@ -421,7 +531,7 @@ def _rate(hyper: Hyperparameters, settings: PcgSettings, unit: float) -> tuple[f
             "Give learning_rate_multiplier or pcg.learning_rate, not both.",
             param="learning_rate_multiplier",
         )
-    return settings.learning_rate, settings.learning_rate / unit
+    return overrides["learning_rate"], overrides["learning_rate"] / unit
 
 
 def _epochs(examples: int) -> int:

@@ -41,12 +41,12 @@ from pcg.serve.http.errors import (
 )
 from pcg.serve.http.service import LongBodyRoute, Submitted
 from pcg.serve.http.wire import WireModel, json_bytes, new_id
-from pcg.serve.openai.chat import Chat, ChatBody
+from pcg.serve.openai.chat import Chat, ChatBody, support_of
 from pcg.serve.openai.messages import MOST_MESSAGES, check_parts, text_or_list
 from pcg.serve.openai.replies import STREAMED, Call, CallDependency, ItemReply, named_event
 from pcg.serve.openai.response_items import required
 from pcg.serve.openai.sampling import Share, Temperature, Whole
-from pcg.serve.openai.tools import MOST_TOOLS, ChatSupport, FunctionName, ToolUse
+from pcg.serve.openai.tools import MOST_TOOLS, FunctionName, ToolUse
 from pcg.serve.openai.wire import FieldNames, Nothing, Only
 
 
@@ -377,7 +377,10 @@ async def count_tokens(body: CountBody, call: CallDependency) -> Response:
     chat = await _chat(call, body)
     with call.names.naming():
         prompt, _ = await call.service.beside(
-            call.caller, chat.prompt, call.service.part(ChatSupport), call.service.max_model_len
+            call.caller,
+            chat.prompt,
+            support_of(call.service, call.model),
+            call.service.max_model_len,
         )
     return await call.whole(lambda: json_bytes({"input_tokens": len(prompt)}))
 

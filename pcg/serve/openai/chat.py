@@ -19,8 +19,9 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from pcg.runtime.requests.request import Chunk, Completion, RequestFields
+from pcg.serve.adapters.catalog import Catalog, ServedModel
 from pcg.serve.http.errors import ApiError
-from pcg.serve.http.service import LongBodyRoute, Submitted
+from pcg.serve.http.service import LongBodyRoute, Service, Submitted
 from pcg.serve.http.wire import json_bytes, new_id
 from pcg.serve.openai.logprobs import ChatLogprobs
 from pcg.serve.openai.messages import (
@@ -54,6 +55,15 @@ from pcg.serve.openai.wire import Empty, FieldNames, Nothing, Off, On, Only, Str
 router = APIRouter(prefix="/v1", tags=["chat"], route_class=LongBodyRoute)
 
 _GUIDES = tuple(f"guided_{kind}" for kind in ("json", "json_object", "regex", "choice", "grammar"))
+
+
+def support_of(service: Service, model: ServedModel) -> ChatSupport:
+    """Return the chat support of a model, with the template in an adapter's folder."""
+    support = service.part(ChatSupport)
+    if model.adapter is None:
+        return support
+    origin = service.part(Catalog).loader.origin(model.adapter.name)
+    return support.of(None if origin is None else origin.template)
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class Chat:
         service, tools = call.service, self.tools
         with call.names.naming():
             prompt, use = await service.beside(
-                call.caller, self.prompt, service.part(ChatSupport), service.max_model_len
+                call.caller, self.prompt, support_of(service, call.model), service.max_model_len
             )
         guide = next((name for name in _GUIDES if name in self.fields), None)
         if guide is not None and "guided_grammar" in use.fields:

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank: the last hidden states of texts, and their similarity.
+"""/v1/embeddings, /score, /rerank and /classify: hidden states of texts, similarities, and labels.
 
 A causal language model's embedding is the input of its head, of the last token or averaged over the
 prompt, divided by its norm. A prefix of an embedding is an embedding only for models trained so
@@ -24,7 +24,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from pcg.runtime.requests.request import Completion, Pooling, RequestFields
+from pcg.runtime.requests.request import (
+    Completion,
+    Pooling,
+    RequestFields,
+    classifying,
+    label_probabilities,
+)
 from pcg.serve.engine.facts import ModelFacts
 from pcg.serve.http.errors import ApiError
 from pcg.serve.http.service import LongBodyRoute
@@ -129,6 +135,15 @@ class EmbeddingsBody(PooledBody):
         return vector
 
 
+class ClassifyBody(PooledBody):
+    """Prompts to classify by a sequence classifier."""
+
+    input: Prompts
+
+    def names(self) -> FieldNames:
+        return FieldNames("input")
+
+
 class PairsBody(PooledBody):
     """Fields of scores and ranks."""
 
@@ -223,6 +238,26 @@ class EmbeddingsReply(BaseModel):
     usage: EmbeddingUsage
 
 
+class Classification(BaseModel):
+    """The likeliest label of a prompt, and the probabilities of all labels."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyReply(BaseModel):
+    """The labels, in the order of the prompts."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
 class ScoreUsage(EmbeddingUsage):
     """The tokens of all distinct texts."""
 
@@ -286,6 +321,37 @@ async def create_embeddings(body: EmbeddingsBody, call: CallDependency) -> Respo
         usage = _usage(completions)
         content = {"object": "list", "data": data, "model": call.model.name, "usage": usage}
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    return await call.whole(write)
+
+
+@router.post("/classify", response_model=ClassifyReply, tags=["labels"])
+async def classify(body: ClassifyBody, call: CallDependency) -> Response:
+    """Return the probabilities of a sequence classifier's labels."""
+    call = await call.of(body)
+    labels = call.service.client.facts.labels
+    if not labels:
+        raise ApiError(
+            400, "The model is a causal LM, without labels; serve a sequence classifier (--labels)."
+        )
+    fields = {**body.fields(normalize=False), "pooling": None}
+    if body.pooling == "mean":
+        raise ApiError(400, "Labels are of the last token; leave pooling out.", param="pooling")
+    reply_id = new_id("classify")
+    submitted = await call.submit(body.input, of_engine(fields, classifying(len(labels))), reply_id)
+    completions = [each for group in await call.completions(submitted) for each in group]
+
+    def write() -> bytes:
+        data = []
+        for index, completion in enumerate(completions):
+            probabilities = label_probabilities(completion)
+            label = labels[probabilities.index(max(probabilities))]
+            facts = {"probs": probabilities, "num_classes": len(labels)}
+            data.append({"index": index, "label": label, **facts})
+        head = {"id": reply_id, "object": "list", "created": int(time.time())}
+        return json_bytes(
+            {**head, "model": call.model.name, "data": data, "usage": _usage(completions)}
+        )
 
     return await call.whole(write)
 

@@ -27,7 +27,7 @@ from pcg.serve.http.service import (
     part,
 )
 from pcg.serve.http.wire import WireModel, json_bytes
-from pcg.serve.openai.chat import Chat
+from pcg.serve.openai.chat import Chat, support_of
 from pcg.serve.openai.messages import Messages, Template, check_continued
 from pcg.serve.openai.tools import AskedTools, ChatSupport, Tools
 from pcg.serve.openai.wire import FieldNames
@@ -97,7 +97,7 @@ class TokenizeText(WireModel):
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
-    def tokens(self, service: Service, tokenizer: Tokenizer) -> list[int]:
+    def tokens(self, service: Service, tokenizer: Tokenizer, _: ChatSupport) -> list[int]:
         check_length(self.prompt, service.max_model_len)
         return tokenizer.encode(self.prompt, self.add_special_tokens)
 
@@ -115,7 +115,7 @@ class TokenizeChat(WireModel):
     return_token_strs: bool | None = None
     tools: Tools | None = None
 
-    def tokens(self, service: Service, _: Tokenizer) -> list[int]:
+    def tokens(self, service: Service, _: Tokenizer, support: ChatSupport) -> list[int]:
         check_continued(self.continue_final_message, self.add_generation_prompt)
         continues = self.continue_final_message
         template = Template(
@@ -126,7 +126,7 @@ class TokenizeChat(WireModel):
             variables=self.chat_template_kwargs or {},
         )
         chat = Chat(self.messages, AskedTools(self.tools or []), template=template)
-        return chat.prompt(service.part(ChatSupport), service.max_model_len)[0]
+        return chat.prompt(support, service.max_model_len)[0]
 
 
 def _kind(value: Any) -> str:
@@ -226,9 +226,11 @@ async def tokenize(
 ) -> Response:
     """Return the tokens of a text or of a chat."""
     tokenizer = await _tokenizer(service, catalog, caller, body.model)
+    model = catalog.base if body.model is None else await catalog.find(caller, body.model)
+    support = support_of(service, model)
 
     def write() -> bytes:
-        ids = body.tokens(service, tokenizer)
+        ids = body.tokens(service, tokenizer, support)
         names = [tokenizer.backend.id_to_token(token) for token in ids]
         content = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
         return json_bytes({**content, "token_strs": names if body.return_token_strs else None})

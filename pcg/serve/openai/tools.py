@@ -134,6 +134,23 @@ class ChatSupport:
         self.tokenizer = tokenizer
         self.trusts_templates = trusts_templates
         self._parser = tool_call_parser
+        self._is_fixed = chat_template is not None
+        self._by_template: dict[str, ChatSupport] = {}
+
+    def of(self, template: str | None) -> ChatSupport:
+        """Return the support of an adapter with a template, unless the operator gave one."""
+        if self.tokenizer is None or template is None or self._is_fixed:
+            return self
+        current = self.tokenizer.chat_template
+        if current is not None and current.sources.get("default") == template:
+            return self
+        if template not in self._by_template:
+            self._by_template[template] = ChatSupport(
+                self.tokenizer.with_template(template),
+                tool_call_parser=self._parser,
+                trusts_templates=self.trusts_templates,
+            )
+        return self._by_template[template]
 
     @cached_property
     def knows_developer(self) -> bool:

@@ -51,8 +51,9 @@ from pcg.serve.store.store import (
     reason_of,
     write_identity,
 )
+from pcg.serve.store.tables import data_name
+from pcg.source import TEMPLATE
 
-_DATA = ("training.jsonl", "validation.jsonl")
 _CHECKPOINT = "checkpoint of a job"
 _FORGET = (
     "DELETE FROM upload_parts WHERE 'files/' || substr(digest, 1, 2) || '/' || digest = ?1",
@@ -207,7 +208,8 @@ class _Check:
                 continue
             # The adapter of a served checkpoint is undamaged, and stays.
             is_served = str(path.relative_to(self.folder)) in named
-            files = [file for file in path.iterdir() if file.name not in (CONFIG, WEIGHTS, SUMS)]
+            kept = CONFIG, WEIGHTS, TEMPLATE, SUMS
+            files = [file for file in path.iterdir() if file.name not in kept]
             for moved in files if is_served else (path,):
                 self._move(moved)
             drop_files(path, (STATE, OPTIMIZER))
@@ -229,8 +231,8 @@ class _Check:
         ).fetchall()
         for id, digests in jobs:
             place = self.folder / "jobs" / id
-            for name, digest in zip(_DATA, digests.split(","), strict=False):
-                path = place / name
+            for index, digest in enumerate(digests.split(",")):
+                path = place / data_name(index)
                 if not place.exists() or (is_file(path) and sha256_of(path) == digest):
                     continue
                 self.say(f"job {id}: {path.name} differs from the uploaded file")

@@ -152,6 +152,12 @@ def _where(
 # which may contain graders.
 
 
+def data_name(index: int) -> str:
+    """Return the name of a file of a job's data: the training data, then the validation data."""
+    names = ("training.jsonl", "validation.jsonl")
+    return names[index] if index < len(names) else f"validation-{index}.jsonl"
+
+
 def hold_data(
     connection: sqlite3.Connection, job: str, tenant: str, data: Iterable[tuple[str, int]]
 ) -> None:

@@ -228,9 +228,8 @@ def layers_executor(
 def executor_of(program: Program, source: Weights, layers: str, device: str | None) -> Executor:
     """Load some layers of a compiled model; errors are those of `layers_executor`."""
     held = held_layers(layers, len(program.base.layers))
-    return make_executor(
-        program, HeldLayers(program, source, held), None, None, device, SINGLE_MESH
-    )
+    weights = HeldLayers(program, source, held)
+    return make_executor(program, weights, None, None, device, SINGLE_MESH)
 
 
 class HeldLayers(Weights):

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -435,11 +435,11 @@ def _split_executor(
         _check_weights(program, model, facts)
     weights = CalledBase(caller, program.base_prefix, noise)
     with tempfile.TemporaryDirectory() as folder:
-        directory = None if model is None else model.directory
-        if directory is None:
-            directory = _write_files(facts.files, Path(folder))
+        source = model or ModelSource(facts.name, dict(facts.config), location=facts.name)
+        if source.directory is None:
+            source = replace(source, directory=_write_files(facts.files, Path(folder)))
         executor = make_executor(
-            program, weights, arguments.peft, directory, arguments.device, place=place
+            program, weights, arguments.peft, source, arguments.device, place=place
         )
     executor.__class__ = SplitExecutor
     assert isinstance(executor, SplitExecutor)

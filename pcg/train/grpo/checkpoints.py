@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pcg.errors import FinetuneError
 from pcg.runtime.executor import Executor
 from pcg.runtime.model.base_weights import base_digest
-from pcg.runtime.training.options import check_fields
+from pcg.runtime.training.options import ChatOptions, check_fields
 from pcg.train.grpo.options import GrpoOptions
 from pcg.train.grpo.rollouts import Prompt
 from pcg.units import shown
@@ -52,6 +52,8 @@ def grpo_trajectory(
 ) -> dict[str, Any]:
     """Return all values that the weights depend on, except reward functions, as JSON."""
     fields = {field.name for field in dataclasses.fields(GrpoOptions)}
+    fields -= {field.name for field in dataclasses.fields(ChatOptions)}  # the prompts have them
+    fields -= {"columns", "eval_data", "eval_every"}
     values = {name: value for name, value in dataclasses.asdict(options).items() if name in fields}
     values["stop"] = list(options.stop)
     ids = repr([prompt.ids for prompt in prompts]).encode()

@@ -26,9 +26,11 @@ from torch import Tensor
 from pcg.peft.adapter import Adapter
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.engine.trainers import AsyncTrainer
+from pcg.runtime.training.callbacks import Listeners
 from pcg.runtime.training.checkpoints import TrainerState
-from pcg.runtime.training.options import Numbers, RunOptions, StepRecord, make_schedule
+from pcg.runtime.training.options import Numbers, RunOptions, StepRecord
 from pcg.runtime.training.run import Find, Run, StepNumbers
+from pcg.runtime.training.schedules import make_schedule
 from pcg.runtime.training.trainer.datum import Snapshot
 from pcg.runtime.training.trainer.trainer import Trainer, TrainerObjective
 from pcg.runtime.training.work_units import Work
@@ -49,6 +51,7 @@ from pcg.train.grpo.rollouts import (
     Scored,
     columns_of,
     generate,
+    greedy_rollouts,
     in_order,
     tokens_of,
     with_reference,
@@ -123,15 +126,19 @@ class Task:
         reference: the reference version of the KL divergence; None for the base.
         on_step: function to call after each update with its number (from 1), its numbers and, for
             the first update by a generation, samples; or None.
+        tests: the prompts of evaluations; none without evaluations.
         updates: number of earlier updates of the adapter, in whole generations; the run continues
             as a single run would.
+        callbacks: objects with methods of `pcg.TrainingCallback`.
     """
 
     prompts: Sequence[Prompt]
     rewards: Rewards
     reference: Adapter | None
     on_step: OnStep | None
+    tests: Sequence[Prompt] = ()
     updates: int = 0
+    callbacks: Sequence[Any] = ()
 
 
 def grpo_run(
@@ -166,7 +173,7 @@ def grpo_run(
         rate=lambda step: options.learning_rate * schedule(step),
         trajectory={} if trajectory is None else trajectory,
         config=lambda: {} if config is None else config,
-        on_step=on_step,
+        listeners=Listeners(on_step, task.callbacks, options),
         begun=TrainerState(step=task.updates),
     )
 
@@ -269,6 +276,8 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         options, generation = self._options, self._waiting.popleft()
         began = time.monotonic()
         rollouts = generation.wait(options.mask_truncated_completions)
+        if options.temperature != 1:
+            rollouts = self._at_temperature(rollouts)
         rollouts, numbers = self._scored(rollouts)
         numbers["staleness"] = self._updates - generation.updates
         numbers["generation_s"] = time.monotonic() - began
@@ -279,19 +288,21 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         parts = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
         self._parts = deque(parts * options.num_iterations)
 
+    def _at_temperature(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return rollouts with the log-probabilities of the trainer, at its temperature."""
+        data = [rollout.datum for rollout in rollouts]
+        logprobs = self._trainer.forward(data).wait().logprobs
+        return [
+            dataclasses.replace(rollout, logprobs=tuple(values[-len(rollout.tokens) :].tolist()))
+            for rollout, values in zip(rollouts, logprobs, strict=True)
+        ]
+
     def _scored(self, rollouts: list[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
         """Return rollouts with advantages, and the numbers of the generation."""
         task, options = self._task, self._options
         if options.beta:
             rollouts = with_reference(self._running, task.reference, rollouts)
-        scored = Scored(
-            [rollout.prompt.content for rollout in rollouts],
-            [rollout.prompt.completion(rollout.text) for rollout in rollouts],
-            [rollout.tokens for rollout in rollouts],
-            columns_of(rollouts),
-        )
-        state = {"global_step": self._updates, "max_steps": self.total}
-        rewards = task.rewards.score(scored, state)
+        rewards = self._rewards_of(rollouts)
         if rewards.isnan().all():
             _LOG.warning(
                 "update %s: no reward function scored any of %s completions; they have no effect",
@@ -306,6 +317,34 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
         self._sample(rollouts, rewards)
         numbers = reward_numbers(rewards, task.rewards.names, advantages)
         return rollouts, numbers | length_numbers(rollouts)
+
+    def _rewards_of(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return the reward of each rollout by each function, [rollouts, functions]."""
+        scored = Scored(
+            [rollout.prompt.content for rollout in rollouts],
+            [rollout.prompt.completion(rollout.text) for rollout in rollouts],
+            [rollout.tokens for rollout in rollouts],
+            columns_of(rollouts),
+        )
+        state = {"global_step": self._updates, "max_steps": self.total}
+        return self._task.rewards.score(scored, state)
+
+    def _evaluated(self) -> dict[str, float]:
+        """Return the mean rewards of greedy completions, if an evaluation is due."""
+        task, every = self._task, self._options.eval_every
+        is_last = self._updates == self.total
+        if not task.tests or not (is_last or (every is not None and not self._updates % every)):
+            return {}
+        adapter = self._published().adapter
+        rollouts = greedy_rollouts(self._running, adapter, task.tests, self._options)
+        rewards = self._rewards_of(rollouts)
+        sums = (rewards * task.rewards.weights).nansum(1)
+        means = zip(task.rewards.names, rewards.nanmean(0).tolist(), strict=True)
+        return {
+            "eval_reward": float(sums.mean()),
+            **{f"eval_rewards/{name}/mean": mean for name, mean in means},
+            "eval_completions/mean_length": tokens_of(rollouts) / len(rollouts),
+        }
 
     def _sample(self, rollouts: Sequence[Rollout], rewards: Tensor) -> None:
         names = self._task.rewards.names
@@ -356,7 +395,7 @@ class GrpoObjective(TrainerObjective[GrpoResult]):
             numbers |= update_numbers(self._loss, score.logprobs, self._options)
         numbers["num_tokens"] = self._tokens
         numbers["update_s"] = time.monotonic() - self._began
-        numbers = finite({**self._generation_numbers, **numbers})
+        numbers = finite({**self._generation_numbers, **numbers, **self._evaluated()})
         self.history.append(numbers)
         return StepNumbers(0, score.loss, norm, score.tokens, metrics=numbers)
 

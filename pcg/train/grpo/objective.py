@@ -33,6 +33,7 @@ GRPOTrainer and its _compute_loss, which tests/train/grpo restates for autograd.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pcg.runtime.data.example import IGNORED
 from pcg.runtime.training.trainer.datum import Datum
 from pcg.train.grpo.options import GrpoOptions, ObjectiveOptions
 from pcg.train.grpo.rollouts import Rollout, tokens_of
@@ -158,25 +158,22 @@ class UpdateLoss:
         return [self._datum(rollout) for rollout in chosen]
 
     def _datum(self, rollout: Rollout) -> Datum:
-        ids = [*rollout.prompt_ids, *rollout.tokens]
-        before, count = len(rollout.prompt_ids) - 1, len(rollout.tokens)
-        targets = [*[IGNORED] * before, *rollout.tokens]
+        datum, count = rollout.datum, len(rollout.tokens)
+        before = len(rollout.prompt_ids) - 1
         if not self.trained:
-            return Datum(ids[:-1], targets, weights=[0.0] * len(targets))
-        routes = rollout.routed_experts
+            weights = [0.0] * (before + count)
+            return dataclasses.replace(datum, weights=weights, routed_experts=None)
         if self.is_function:
-            return Datum(ids[:-1], targets, routed_experts=routes)
+            return datum
 
         def column(values: Sequence[float]) -> list[float]:
             return [*[0.0] * before, *values]
 
-        return Datum(
-            ids[:-1],
-            targets,
+        return dataclasses.replace(
+            datum,
             weights=column([self._weight(rollout)] * count),
             advantages=column([rollout.advantage] * count),
             logprobs=column(rollout.logprobs),
-            routed_experts=routes,
         )
 
     def loss(self) -> NamedLoss:

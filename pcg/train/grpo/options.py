@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from pcg.errors import FinetuneError
-from pcg.runtime.training.options import check_fields
+from pcg.runtime.training.options import ChatOptions, check_fields, check_one_evaluation
 from pcg.units import is_finite, shown
 
 LossType: TypeAlias = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo"]
@@ -30,7 +31,8 @@ class RolloutOptions:
             generation. 0 is on-policy; from 1 on, completions are sampled during training on
             earlier completions.
         max_completion_length: maximum number of tokens of a completion.
-        temperature: sampling temperature; must be 1, the temperature of training.
+        temperature: sampling temperature, at which updates compute log-probabilities, too; other
+            than 1 only with max_staleness 0 and beta 0.
         top_p: keep the most likely tokens up to this probability, in (0, 1].
         top_k: keep the k most likely tokens; 0 keeps all.
         min_p: keep tokens with at least this probability relative to the most likely token.
@@ -132,7 +134,7 @@ class ObjectiveOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoOptions(ObjectiveOptions, RolloutOptions):
+class GrpoOptions(ObjectiveOptions, RolloutOptions, ChatOptions):
     """Options of GRPO.
 
     Attributes:
@@ -147,7 +149,11 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
         max_steps: total number of updates, instead of epochs.
         shuffle: shuffle the prompts in each epoch.
         seed: the seed of the order, of sampling and of a new adapter.
+        columns: the data's name of a column, by the name that is read, such as prompt=question.
         max_tokens_per_pass: tokens per forward and backward; None for a whole batch.
+        eval_data: prompts for evaluations, in any form of the data, with its columns.
+        eval_every: updates between evaluations by greedy completions of the evaluation prompts;
+            the last update is always evaluated, and without a number no other is.
     """
 
     title: ClassVar[str] = "Optimizer and schedule"
@@ -165,24 +171,42 @@ class GrpoOptions(ObjectiveOptions, RolloutOptions):
     shuffle: bool = True
     seed: int = 42
     max_tokens_per_pass: int | None = None
+    columns: Mapping[str, str] | None = None
+    eval_data: Any = field(default=None, repr=False, compare=False)
+    eval_every: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _COUNTS, _FLAGS)
+        self.template()
+        self.variables()
         self._check_numbers()
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise FinetuneError(f"{name}={shown(getattr(self, name))}; use one of {choices}")
+        columns = self.columns
+        if columns is not None and not (
+            isinstance(columns, Mapping)
+            and all(isinstance(name, str) for pair in columns.items() for name in pair)
+        ):
+            raise FinetuneError(
+                f"columns={shown(columns)}; give the data's name of a column by the name that is "
+                "read, such as {'prompt': 'question'}"
+            )
+        check_one_evaluation(self.eval_data, "GRPO is")
+        if self.eval_every is not None and self.eval_data is None:
+            raise FinetuneError(f"eval_every={self.eval_every} has no effect without eval_data")
         if self.batch_size * self.steps_per_generation % self.num_generations:
             raise FinetuneError(
                 f"batch_size={self.batch_size} times steps_per_generation="
                 f"{self.steps_per_generation} completions are not a multiple of num_generations="
                 f"{self.num_generations}; use a multiple of it"
             )
-        if self.temperature != 1:
+        if self.temperature != 1 and (self.max_staleness or self.beta):
+            name = "max_staleness" if self.max_staleness else "beta"
             raise FinetuneError(
-                f"temperature={shown(self.temperature)}; training computes log-probabilities at "
-                "temperature 1, so ratios need samples of that temperature: use 1.0"
+                f"temperature={self.temperature:g} and {name}={getattr(self, name):g}; requests "
+                "have log-probabilities at temperature 1, so leave one of them out"
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise FinetuneError(
@@ -212,7 +236,7 @@ _CHOICES: dict[str, Any] = {
 }
 _COUNTS = {
     **dict.fromkeys(("batch_size", "steps_per_generation", "num_iterations", "max_steps"), 1),
-    **dict.fromkeys(("max_completion_length", "max_tokens_per_pass"), 1),
+    **dict.fromkeys(("eval_every", "max_completion_length", "max_tokens_per_pass"), 1),
     "num_generations": 2,
     "max_staleness": 0,
     "top_k": 0,
@@ -220,7 +244,7 @@ _COUNTS = {
 }
 _FLAGS = ("mask_truncated_completions", "router_replay", "shuffle", "use_bias_correction_kl")
 _NUMBERS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, _ANY, False),
+    "temperature": (_LEAST, _ANY, False),
     "top_p": (_LEAST, 1, False),
     "min_p": (0, 1, True),
     "repetition_penalty": (0.01, 100, False),

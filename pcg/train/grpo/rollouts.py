@@ -16,7 +16,7 @@ import asyncio
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -25,18 +25,23 @@ from torch import Tensor
 
 from pcg.errors import DataError, FinetuneError
 from pcg.peft.adapter import Adapter
-from pcg.runtime.data.formats import MEDIA
+from pcg.runtime.data.dataset import converted
+from pcg.runtime.data.example import IGNORED
+from pcg.runtime.data.formats import MEDIA, FormattingFunc
+from pcg.runtime.data.sources import gather, read_rows
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.requests.request import Completion
 from pcg.runtime.requests.stream import Stream
-from pcg.runtime.text.chat import check_messages
+from pcg.runtime.text.chat import check_messages, check_variables
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.trainer.datum import Datum
 from pcg.train.grpo.options import GrpoOptions
 from pcg.units import is_finite, shown
 
 RewardFunction: TypeAlias = Callable[..., Any]
 OWN_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra")
 """Reserved names of columns, which are arguments of all reward functions."""
+_VARIABLES = "chat_template_kwargs"
 _MOST = 1e50
 """The limit of rewards and weights, so that squares of their products do not overflow."""
 
@@ -195,30 +200,44 @@ class Prompt:
         return [{"role": "assistant", "content": text}] if self.is_chat else text
 
 
-def read_prompts(rows: object, tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Return the prompts of rows, which are texts, or mappings with a "prompt" and columns.
+def read_prompts(
+    source: object,
+    tokenizer: Tokenizer | None,
+    options: GrpoOptions,
+    formatting_func: FormattingFunc | None = None,
+) -> list[Prompt]:
+    """Return the prompts of a source: texts, tokens, or mappings with a "prompt" and columns.
 
+    Args:
+        source: files or rows; see `pcg.runtime.data.sources`.
+        formatting_func: converts each row.
     Raises:
         DataError: a row has another type, or other columns than the first; names its place.
     """
-    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-        raise DataError(f"the data is {shown(rows)}; give a list of rows with a 'prompt' each")
-    prompts = [_prompt(row, f"row {place}", tokenizer) for place, row in enumerate(rows)]
+    prompts, variables, first = list[Prompt](), options.variables(), ""
+    if tokenizer is not None and (template := options.template()) is not None:
+        tokenizer = replace(tokenizer, chat_template=template)
+    for row in read_rows(gather(source, columns=options.columns)):
+        value = converted(row.value, row.where, options.columns, formatting_func)
+        prompts.append(_prompt(value, row.where, tokenizer, variables))
+        first = first or row.where
+        names, columns = sorted(prompts[0].columns), sorted(prompts[-1].columns)
+        if columns != names:
+            raise DataError(
+                f"{row.where} has the columns {columns}, and {first} {names}; use the same"
+            )
     if not prompts:
         raise DataError("the data has no rows; give at least one with a 'prompt'")
-    for place, prompt in enumerate(prompts):
-        if set(prompt.columns) != set(prompts[0].columns):
-            first, columns = sorted(prompts[0].columns), sorted(prompt.columns)
-            raise DataError(
-                f"row {place} has the columns {columns}, and row 0 {first}; use the same"
-            )
     return prompts
 
 
-def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
+def _prompt(
+    row: object, place: str, tokenizer: Tokenizer | None, variables: Mapping[str, Any]
+) -> Prompt:
     columns = dict(row) if isinstance(row, Mapping) else {"prompt": row}
     if "prompt" not in columns:
-        raise DataError(f"{place} has no 'prompt', but {shown(sorted(map(str, columns)))}")
+        have = shown(sorted(map(str, columns)))
+        raise DataError(f"{place} has no 'prompt', but {have}; give columns prompt=NAME")
     prompt = columns.pop("prompt")
     columns = {str(name): value for name, value in columns.items()}
     columns = {name: token for name, token in columns.items() if name not in _DROPPED}
@@ -230,17 +249,20 @@ def _prompt(row: object, place: str, tokenizer: Tokenizer | None) -> Prompt:
                 f"{place} has {name!r}, but prompts can only contain text; leave "
                 "such rows out, or rename a column that only rewards use"
             )
-    return Prompt(prompt, _ids(prompt, place, tokenizer), columns)
+    of_row = check_variables(columns.get(_VARIABLES) or {}, f"{place}: {_VARIABLES!r}")
+    return Prompt(prompt, _ids(prompt, place, tokenizer, {**variables, **of_row}), columns)
 
 
-def _ids(prompt: object, place: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _ids(
+    prompt: object, place: str, tokenizer: Tokenizer | None, variables: Mapping[str, Any]
+) -> tuple[int, ...]:
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and prompt:
         if all(isinstance(value, int) and not isinstance(value, bool) for value in prompt):
             return tuple(prompt)
         messages = check_messages(prompt, "'prompt'", place)
         if tokenizer is None or tokenizer.chat_template is None:
             raise DataError(f"{place} is a chat, and the model has no chat template; give texts")
-        return tuple(tokenizer.encode_chat(messages))
+        return tuple(tokenizer.encode_chat(messages, **variables))
     if not isinstance(prompt, str) or not prompt:
         raise DataError(f"{place}: the prompt is {shown(prompt)}; give a text, messages or tokens")
     if tokenizer is None:
@@ -289,6 +311,13 @@ class Rollout:
     advantage: float = 0.0
     reference: tuple[float, ...] | None = None
     routed_experts: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def datum(self) -> Datum:
+        """The prompt with the completion, whose tokens are the targets."""
+        ids = [*self.prompt_ids, *self.tokens]
+        targets = [*[IGNORED] * (len(self.prompt_ids) - 1), *self.tokens]
+        return Datum(ids[:-1], targets, routed_experts=self.routed_experts)
 
 
 @dataclass(frozen=True)
@@ -344,6 +373,16 @@ def generate(
             stream.cancel()
         raise
     return Generation(number, prompts, streams, updates)
+
+
+def greedy_rollouts(
+    running: AsyncEngine, adapter: Adapter, prompts: Sequence[Prompt], options: GrpoOptions
+) -> list[Rollout]:
+    """Return the greedy completion of each prompt."""
+    greedy = {"n": 1, "temperature": 0.0, "top_p": None, "top_k": None, "min_p": None}
+    fields = options.sampling() | greedy | {"routed_experts": False}
+    streams = [running.submit(prompt.ids, adapter, **fields) for prompt in prompts]  # type: ignore[arg-type]
+    return Generation(0, prompts, streams, 0).wait(masks_truncated=False)
 
 
 _SEEDS = 1_000_003

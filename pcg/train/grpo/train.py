@@ -7,27 +7,31 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
-from pcg.errors import DataError, FinetuneError, GraderError, PcgError
-from pcg.files import json_value, read_text, shown_path
+from pcg.errors import FinetuneError, GraderError, PcgError
+from pcg.files import is_directory, json_value, read_text, shown_path
 from pcg.graders.reader import grader_from
 from pcg.graders.rewards import GraderReward
+from pcg.keywords import takes
 from pcg.options import CompileOptions
-from pcg.runtime.data.sources import read_rows
+from pcg.runtime.data.formats import FormattingFunc
+from pcg.runtime.data.sources import choose_splits
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.options import RunOptions
+from pcg.runtime.training.training_data import with_own_template
 from pcg.runtime.training.work_units import run_to_end
 from pcg.train.config_file import (
     CHECKPOINTS,
     RECORD,
     ConfigFile,
+    DataPath,
     ModelOptions,
     OutputOptions,
     open_model,
@@ -35,29 +39,17 @@ from pcg.train.config_file import (
 from pcg.train.grpo.checkpoints import ResumableOptions, grpo_trajectory
 from pcg.train.grpo.loop import GrpoResult, OnStep, Task, grpo_run
 from pcg.train.grpo.options import GrpoOptions
-from pcg.train.grpo.rollouts import RewardFunction, Rewards, read_prompts
+from pcg.train.grpo.rollouts import Prompt, RewardFunction, Rewards, read_prompts
 from pcg.units import shown
 
 
-def train_grpo(
-    executor: Executor,
-    data: Iterable[Any],
-    rewards: RewardFunction | Sequence[RewardFunction],
-    options: GrpoOptions | None = None,
-    *,
-    adapter: str = "policy",
-    peft: object = None,
-    reward_weights: Sequence[float] | None = None,
-    on_step: OnStep | None = None,
-) -> GrpoResult:
-    """Train an adapter by GRPO, and serve the result; `save_adapter` saves it.
+@dataclass(frozen=True)
+class GrpoArguments:
+    """Arguments of `train_grpo`.
 
-    If an engine of the executor runs on a thread, rollouts and updates share its steps with other
-    requests; else an engine runs during the call.
-
-    Args:
-        data: rows: prompts, or mappings with "prompt" and columns for rewards. A prompt is a text,
-            a list of messages, or tokens.
+    Attributes:
+        data: rows, or a source of rows as of `Executor.finetune`: prompts, or mappings with
+            "prompt" and columns for rewards. A prompt is a text, a list of messages, or tokens.
         rewards: functions `reward(prompts, completions, completion_ids, **columns)` that return a
             number or None for each completion.
         options: the options; `GrpoOptions()` by default. `ResumableOptions` of
@@ -67,6 +59,29 @@ def train_grpo(
         peft: the recipe of a new adapter, as for `add_adapter`.
         reward_weights: the weight of each function; 1 by default.
         on_step: called after each update; see `pcg.train.grpo.loop.Task`.
+        formatting_func: function from a row to its prompt, or to a mapping with "prompt".
+        callbacks: objects with methods of `pcg.TrainingCallback`, which may end the run; they
+            receive `options`.
+    """
+
+    data: Any
+    rewards: RewardFunction | Sequence[RewardFunction]
+    options: GrpoOptions | None = None
+    adapter: str = field(default="policy", kw_only=True)
+    peft: object = field(default=None, kw_only=True)
+    reward_weights: Sequence[float] | None = field(default=None, kw_only=True)
+    on_step: OnStep | None = field(default=None, kw_only=True)
+    formatting_func: FormattingFunc | None = field(default=None, kw_only=True)
+    callbacks: Sequence[Any] = field(default=(), kw_only=True)
+
+
+@takes(GrpoArguments, FinetuneError)
+def train_grpo(executor: Executor, arguments: GrpoArguments) -> GrpoResult:
+    """Train an adapter by GRPO, and serve the result; `save_adapter` saves it.
+
+    If an engine of the executor runs on a thread, rollouts and updates share its steps with other
+    requests; else an engine runs during the call.
+
     Raises:
         AdapterConflictError: a job or trainer already trains an adapter of that name.
         DataError: a row is not a prompt.
@@ -74,22 +89,12 @@ def train_grpo(
             that cannot be saved or belongs to another run.
         FinetuneInterrupted: Ctrl-C; with checkpoints, the same call continues from the latest.
     """
-    options = GrpoOptions() if options is None else options
-    if not isinstance(options, GrpoOptions):
-        raise FinetuneError(f"options={shown(options)}; use GrpoOptions(…)")
-    scored = Rewards(rewards, reward_weights)
-    return _train(executor, data, scored, options, adapter=adapter, peft=peft, on_step=on_step)
+    return _train(executor, arguments)
 
 
 def _train(
     executor: Executor,
-    data: Iterable[Any],
-    rewards: Rewards,
-    options: GrpoOptions,
-    *,
-    adapter: str,
-    peft: object,
-    on_step: OnStep | None,
+    arguments: GrpoArguments,
     record: tuple[Path, Mapping[str, Any]] | None = None,
 ) -> GrpoResult:
     """Train as `train_grpo` does, with a record.
@@ -97,8 +102,19 @@ def _train(
     Args:
         record: the folder and the configuration of the record; None for no record.
     """
-    prompts = read_prompts(data, executor.tokenizer)
-    task = Task(prompts, rewards, executor.adapters.get(adapter), on_step)
+    options = GrpoOptions() if arguments.options is None else arguments.options
+    if not isinstance(options, GrpoOptions):
+        raise FinetuneError(f"options={shown(options)}; use GrpoOptions(…)")
+    rewards, adapter = Rewards(arguments.rewards, arguments.reward_weights), arguments.adapter
+    options = with_own_template(options, executor.state, adapter, arguments.peft)
+    splits = choose_splits(arguments.data, options.eval_data)
+    reading = executor.tokenizer, options, arguments.formatting_func
+    prompts, tests = read_prompts(splits.train[0], *reading), list[Prompt]()
+    if splits.evaluation is not None:
+        tests = read_prompts(splits.evaluation, *reading)
+    reference = executor.adapters.get(adapter)
+    callbacks = arguments.callbacks
+    task = Task(prompts, rewards, reference, arguments.on_step, tests, callbacks=callbacks)
     folder, config = (None, None) if record is None else record
     run_options, trajectory = RunOptions(progress=False, record=folder), dict[str, Any]()
     if isinstance(options, ResumableOptions) and options.checkpoint_dir is not None:
@@ -114,16 +130,18 @@ def _train(
     with _engine(executor) as running:
         trainer = running.trainer(
             adapter,
-            peft=peft,
+            peft=arguments.peft,
             seed=options.seed,
             batch_size=options.batch_size,
+            temperature=options.temperature,
             dropout=False,
             max_tokens=options.max_tokens_per_pass,
+            chat_template=options.template(),
         )
         with trainer:
             trainer.created.wait()
-            arguments = (running, trainer, task, options, run_options)
-            return run_to_end(grpo_run(*arguments, trajectory=trajectory, config=config).work())
+            parts = running, trainer, task, options, run_options
+            return run_to_end(grpo_run(*parts, trajectory=trajectory, config=config).work())
 
 
 @contextmanager
@@ -142,17 +160,20 @@ class TaskOptions:
     """The task: prompts, and the functions that score completions.
 
     Attributes:
-        data: a file of JSON lines, or a list of files to concatenate; each line is an object with a
-            "prompt" and columns for rewards.
+        data: a file of rows, a hub id, or a list of these to concatenate; each row is an object
+            with a "prompt" and columns for rewards.
         rewards: a reward function, or a list: module:function, or file.py:function with a path
-            relative to the configuration's folder, which run in this process; or grader:FILE.json,
-            a grader of docs/serving.md in a file.
+            relative to the configuration's folder, which run in this process; grader:FILE.json, a
+            grader of docs/serving.md in a file; or model:FOLDER, a sequence classifier with one
+            label.
         reward_weights: the weight of each function; 1 by default.
+        eval_data: files of prompts for evaluations.
     """
 
     title: ClassVar[str] = "Task"
 
-    data: tuple[Path, ...]
+    data: tuple[DataPath, ...]
+    eval_data: Mapping[str, tuple[DataPath, ...]] | tuple[DataPath, ...] | None = None
     rewards: tuple[str, ...]
     reward_weights: tuple[float, ...] | None = None
 
@@ -169,44 +190,35 @@ def train_grpo_file(config: ConfigFile, on_step: OnStep | None = None) -> GrpoRe
             the first step; or an error of `train_grpo`.
         FinetuneInterrupted: Ctrl-C; the same call continues from the latest checkpoint.
     """
-    files, task = config.make(OutputOptions), config.make(TaskOptions)
+    files, task = OutputOptions.of(config), config.make(TaskOptions)
     options = config.make(ResumableOptions, checkpoint_dir=files.output / CHECKPOINTS)
     files.check(resumes=options.resume is True)
-    rows = [row for path in task.data for row in _rows(path)]
+    record = (files.output / RECORD, {**config.values, **dataclasses.asdict(options)})
     rewards = [reward_function(name, config.path.parent) for name in task.rewards]
     executor = open_model(config)
     peft = files.configuration(executor)
     if files.start_from is not None:  # its initial version is also the reference
         executor.add_adapter(files.adapter, peft)
         peft = None
-    result = _train(
-        executor,
-        rows,
-        Rewards(rewards, task.reward_weights),
+    arguments = GrpoArguments(
+        task.data,
+        rewards,
         options,
         adapter=files.adapter,
         peft=peft,
+        reward_weights=task.reward_weights,
         on_step=on_step,
-        record=(files.output / RECORD, {**config.values, **dataclasses.asdict(options)}),
     )
+    result = _train(executor, arguments, record)
     files.save(executor, options.checkpoint_dir)
     return result
 
 
-def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
-    rows = []
-    for row in read_rows((path,)):
-        if not isinstance(row.value, dict) or "prompt" not in row.value:
-            raise DataError(f"{row.where} is {shown(row.value)}; use an object with a 'prompt'")
-        rows.append(row.value)
-    return rows
-
-
-_GRADER = "grader:"
+_GRADER, _MODEL = "grader:", "model:"
 
 
 def reward_function(name: str, folder: Path) -> RewardFunction:
-    """Return the reward function for `module:function`, `file.py:function` or `grader:FILE.json`.
+    """Return the reward function of a name; see `TaskOptions.rewards`.
 
     Raises:
         FinetuneError: the function is missing, or its module cannot be imported.
@@ -216,6 +228,11 @@ def reward_function(name: str, folder: Path) -> RewardFunction:
         path = folder / name.removeprefix(_GRADER)
         grader = json_value(read_text(path, GraderError), shown_path(path), GraderError)
         return GraderReward(grader_from(grader, shown_path(path)))
+    if name.startswith(_MODEL):
+        from pcg.trace.reward_model import RewardModel  # imports transformers
+
+        path = folder / name.removeprefix(_MODEL)
+        return RewardModel(path if is_directory(path) else name.removeprefix(_MODEL))
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function.isidentifier():
         raise FinetuneError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -26,29 +26,45 @@ from pcg.train.config_file import (
     CHECKPOINTS,
     RECORD,
     ConfigFile,
+    DataPath,
     ModelOptions,
     OutputOptions,
     open_model,
 )
-from pcg.train.preference.options import DpoArguments, DpoOptions
-from pcg.train.preference.run import PreferenceResult, PreferenceRun
+from pcg.train.preference.options import (
+    DpoArguments,
+    DpoOptions,
+    PreferenceArguments,
+    PreferenceOptions,
+)
+from pcg.train.preference.run import PreferenceResult, PreferenceRun, Preferences
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoFileOptions(DpoOptions):
-    """Options of direct preference optimization by a file.
+class FileOptions(PreferenceOptions):
+    """Options of training on preferences by a file.
 
     Attributes:
-        data: a file of JSON lines with two outputs per row, or a list of files.
+        data: a file of rows, a hub id, or a list of these; a row has two outputs for dpo, and a
+            completion with a label for kto.
         eval_data: files for evaluating the loss and the rewards.
         reference_adapter: a saved adapter as the reference, instead of `reference`.
     """
 
     title: ClassVar[str] = "Data"
 
-    data: tuple[Path, ...]
-    eval_data: tuple[Path, ...] | None = field(default=None, repr=False, compare=False)
+    data: tuple[DataPath, ...]
+    eval_data: Mapping[str, tuple[DataPath, ...]] | tuple[DataPath, ...] | None = field(
+        default=None, repr=False, compare=False
+    )
     reference_adapter: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoFileOptions(DpoOptions, FileOptions):
+    """Options of direct preference optimization by a file."""
+
+    title: ClassVar[str] = "Data"
 
 
 DPO_KEYS = (ModelOptions, OutputOptions, DpoFileOptions, CompileOptions)
@@ -75,19 +91,34 @@ def train_dpo(config: ConfigFile) -> PreferenceResult:
         PcgError: the configuration, the model or the data is unusable; before the first step.
         FinetuneInterrupted: Ctrl-C; the same call continues from the checkpoint.
     """
-    files = config.make(OutputOptions)
+    return train_file(
+        config, DpoFileOptions, lambda executor, values: dpo(executor, DpoArguments(**values))
+    )
+
+
+def train_file(
+    config: ConfigFile,
+    kind: type[FileOptions],
+    train: Callable[[Executor, dict[str, Any]], PreferenceResult],
+) -> PreferenceResult:
+    """Train by a configuration with options of a kind, and save the adapter in the output.
+
+    Args:
+        train: trains, given the values of the arguments.
+    """
+    files = OutputOptions.of(config)
     folders = {"checkpoint_dir": files.output / CHECKPOINTS, "record": files.output / RECORD}
-    options = config.make(DpoFileOptions, **folders)
+    options = config.make(kind, **folders)
     files.check(resumes=options.resume is True)
     executor = open_model(config)
-    values = {**folders, **config.given(DpoFileOptions, "reference_adapter")}
+    values = {**folders, **config.given(kind, "reference_adapter")}
     if options.reference_adapter is not None:
         if options.reference is not None:
             raise FinetuneError("reference and reference_adapter are both given; use one of them")
         values["reference"] = f"{files.adapter}-reference"
         executor.add_adapter(values["reference"], options.reference_adapter)
     peft = files.configuration(executor)
-    result = dpo(executor, DpoArguments(adapter=files.adapter, peft=peft, **values))
+    result = train(executor, {**values, "adapter": files.adapter, "peft": peft})
     files.save(executor, values["checkpoint_dir"])
     return result
 
@@ -104,19 +135,20 @@ class PreferenceJob:
         self,
         executor: Executor,
         end: Callable[[PreferenceResult | None, Exception | None, bool], None],
-        arguments: dict[str, Any],
+        arguments: PreferenceArguments,
+        objective: type[Preferences],
     ) -> None:
         self._executor = executor
         self._end = end
-        self._arguments = arguments
-        self._cancelling = Cancelling(arguments["adapter"])
+        self._arguments, self._objective = arguments, objective
+        self._cancelling = Cancelling(arguments.adapter)
         self._lock = Lock()
         self._run: PreferenceRun | None = None
         self._is_stopped = False
 
     def begin(self) -> None:
         """Start the job's thread."""
-        name = f"pcg preferences of {self._arguments['adapter']}"
+        name = f"pcg preferences of {self._arguments.adapter}"
         device_thread(self._executor.device, self._work, name).start()
 
     def interrupt(self) -> None:
@@ -131,7 +163,7 @@ class PreferenceJob:
         self._cancelling.cancel()
         with self._lock:
             if self._run is not None:  # `cancel` waits for the current unit
-                name = f"pcg end of {self._arguments['adapter']}"
+                name = f"pcg end of {self._arguments.adapter}"
                 device_thread(self._executor.device, self._run.cancel, name).start()
 
     def _work(self) -> None:
@@ -148,12 +180,8 @@ class PreferenceJob:
     def _train(self) -> PreferenceResult:
         tokenizer = pickle.dumps(self._executor.tokenizer)
         load = functools.partial(load_apart, tokenizer, self._cancelling)
-        run = PreferenceRun(
-            self._executor,
-            DpoArguments(**{"progress": False, **self._arguments}),
-            load,
-            DataLimits(),
-        )
+        arguments = self._executor, self._arguments, load, DataLimits()
+        run = PreferenceRun(*arguments, objective=self._objective)
         with self._lock:
             self._run = run
             if self._is_stopped:

@@ -20,16 +20,15 @@ and each is a mean over pairs.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 from pcg.errors import (
     AdapterNotFoundError,
@@ -38,20 +37,28 @@ from pcg.errors import (
     GenerationError,
     QueueFullError,
 )
-from pcg.peft.registry import is_shorthand
-from pcg.runtime.data.dataset import Dataset
+from pcg.peft.registry import is_saved
+from pcg.runtime.data.dataset import Dataset, RowKind
 from pcg.runtime.data.example import IGNORED, Example
-from pcg.runtime.data.order import Batches
 from pcg.runtime.data.sources import UNLIMITED, DataLimits, choose_splits
+from pcg.runtime.data.streaming import StreamedRows
 from pcg.runtime.executor import Executor
 from pcg.runtime.requests.request import Completion
+from pcg.runtime.training.callbacks import Listeners
 from pcg.runtime.training.finetuning import data_trajectory
 from pcg.runtime.training.options import Data, Numbers, StepRecord
 from pcg.runtime.training.run import Find, Run, StepNumbers
 from pcg.runtime.training.torch_optimizers import FIELDS, Optimizer
 from pcg.runtime.training.trainer.datum import Datum
 from pcg.runtime.training.trainer.trainer import Trainer, TrainerObjective
-from pcg.runtime.training.training_data import Load, total_steps, training_data
+from pcg.runtime.training.training_data import (
+    Load,
+    batches_of,
+    streamed_data,
+    total_steps,
+    training_data,
+    with_own_template,
+)
 from pcg.runtime.training.work_units import Work, run_to_end
 from pcg.train.preference.options import DpoArguments
 
@@ -67,18 +74,6 @@ class Pair(Example):
     @property
     def examples(self) -> tuple[Example, Example]:
         return self.chosen, self.rejected
-
-
-def pairs_of(data: Dataset) -> list[Pair]:
-    """Return the pairs of data in which chosen and rejected examples alternate."""
-    pairs = []
-    for number, (chosen, rejected) in enumerate(
-        zip(data.examples[::2], data.examples[1::2], strict=True)
-    ):
-        ids = array("q", [*chosen.ids, *rejected.ids])
-        labels = array("q", [*chosen.labels, *rejected.labels])
-        pairs.append(Pair(ids, labels, number, chosen, rejected))
-    return pairs
 
 
 def targets_of(example: Example) -> list[int]:
@@ -165,13 +160,20 @@ _AGAIN_S = 0.2
 
 
 class References(ABC):
-    """Log-probabilities of pairs by a reference."""
+    """Log-probabilities of pairs by a reference.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: keep them for the next epochs.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._kept: dict[int, tuple[array[float], array[float]]] = {}
 
     def of(self, pairs: Sequence[Pair]) -> list[list[float]]:
         """Return the log-probability of each target, alternating chosen and rejected outputs."""
+        if not self._keeps:
+            self._kept.clear()
         missing = [pair for pair in pairs if pair.number not in self._kept]
         for begin in range(0, len(missing), _LOT):
             lot = missing[begin : begin + _LOT]
@@ -195,14 +197,21 @@ class ServedReferences(References):
         AdapterNotFoundError: no adapter has the name.
     """
 
-    def __init__(self, executor: Executor, adapter: str | None, check: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        executor: Executor,
+        adapter: str | None,
+        check: Callable[[], None],
+        *,
+        keeps: bool = True,
+    ) -> None:
+        super().__init__(keeps=keeps)
         self._executor = executor
         self._check = check
         if adapter is not None and adapter not in executor.adapters:
+            known = ", ".join(("base", "start", *executor.adapters))
             raise AdapterNotFoundError(
-                f"reference={adapter!r}, and there is no adapter of that name; use 'base', 'start' "
-                f"or one of {', '.join(executor.adapters) or 'none'}"
+                f"reference={adapter!r}, and there is no adapter of that name; use one of {known}"
             )
         self._adapter = adapter
 
@@ -260,44 +269,80 @@ class Preferences(TrainerObjective[PreferenceResult]):
     """
 
     kind = "dpo"
+    rows: ClassVar[RowKind] = "pairs"
 
     def __init__(
         self, executor: Executor, arguments: DpoArguments, load: Load | None, limits: DataLimits
     ) -> None:
         """Read the data; see `PreferenceRun`."""
         super().__init__(arguments.adapter)
+        start = arguments.adapter, arguments.peft
+        arguments = with_own_template(arguments, executor.state, *start)
         self.device = executor.device
-        self._executor, self._arguments = executor, arguments
+        self._executor = executor
+        self._arguments: Any = arguments  # a subclass has its own
         self.doing = f"training {self.name!r} on preferences"
         self.stops, self.cancels = Event(), Event()
-        splits = choose_splits(arguments.data, arguments.eval_data, arguments.most_rows)
+        splits = choose_splits(
+            arguments.data, arguments.eval_data, arguments.most_rows, arguments.sources
+        )
         if splits.chosen:
             _LOG.warning("%s: %s", self.name, splits.chosen)
 
-        def read(source: Data) -> list[Pair]:
-            data = training_data(source, arguments, executor.state, load, limits, pairs=True)
-            return pairs_of(data)
-
-        self._pairs = read(splits.train)
-        self._eval = [] if splits.evaluation is None else read(splits.evaluation)
+        if arguments.streaming:
+            model, formatting = executor.state, arguments.formatting_func
+            data = streamed_data(splits.train, arguments, model, formatting, self.rows)
+            assert isinstance(data.examples, StreamedRows)
+            data.examples.item = self._item
+        else:
+            sources = [self._read(source, load, limits) for source in splits.train]
+            data = self._items(Dataset.joined(sources))
+        self._pairs, self._eval = data.examples, list[Example]()
+        if splits.evaluation is not None:
+            self._eval = [*self._items(self._read(splits.evaluation, load, limits)).examples]
         self.evaluates = bool(self._eval)
-        self._batches = Batches(
-            self._pairs,
-            **arguments.batch_bounds,
-            seed=arguments.seed,
-            shuffle=arguments.shuffle,
-        )
+        self._batches = batches_of(data, arguments)
         self.total = total_steps(self._batches, arguments)
         self._reference = arguments.reference
         if self._reference is None:
             peft = arguments.peft
-            is_saved = isinstance(peft, str | os.PathLike) and not is_shorthand(peft)
-            is_trained = is_saved or self.name in executor.adapters
+            is_trained = is_saved(peft) or self.name in executor.adapters
             self._reference = "start" if is_trained else "base"
+        if self._reference == "start" and arguments.streaming:
+            raise FinetuneError(
+                "the reference 'start' needs all rows before the first step, and the rows stream; "
+                "give 'base' as the reference, or the name of another adapter"
+            )
         trajectory = data_trajectory(arguments, self.total, self._batches, executor.state)
         self.trajectory = {**trajectory, "reference": self._reference}
         self._group: list[Pair] = []
         self._by_reference: list[list[float]] = []
+
+    def _read(self, source: Data, load: Load | None, limits: DataLimits) -> Dataset:
+        """Read a source of rows."""
+        arguments, model = self._arguments, self._executor.state
+        formatting = arguments.formatting_func
+        return training_data(
+            source, arguments, model, load, limits, rows=self.rows, formatting_func=formatting
+        )
+
+    def _items(self, data: Dataset) -> Dataset:
+        """Return data with the items of batches as its examples."""
+        each = 2 if self.rows == "pairs" else 1
+        lots = (data.examples[at : at + each] for at in range(0, len(data), each))
+        items = tuple(self._item(number, lot) for number, lot in enumerate(lots))
+        return replace(data, examples=items, parts=tuple(part // each for part in data.parts))
+
+    def _item(self, number: int, examples: Sequence[Example]) -> Example:
+        """Return the item of a batch of a row's examples."""
+        chosen, rejected = examples
+        ids = array("q", [*chosen.ids, *rejected.ids])
+        labels = array("q", [*chosen.labels, *rejected.labels])
+        return Pair(ids, labels, number, chosen, rejected)
+
+    def _reference_pairs(self, items: Sequence[Example]) -> Sequence[Pair]:
+        """Return all pairs that need log-probabilities by the reference."""
+        return [item for item in items if isinstance(item, Pair)]
 
     def start(self, find: Find) -> None:
         arguments, checkpoint = self._arguments, find()
@@ -313,6 +358,8 @@ class Preferences(TrainerObjective[PreferenceResult]):
             optimizer=arguments.optimizer,
             optimizer_options=arguments.optimizer_options,
             offload_optimizer=arguments.offload_optimizer,
+            loraplus_lr_ratio=arguments.loraplus_lr_ratio,
+            chat_template=arguments.template(),
         )
         try:
             # The reference "start" must be computed before a checkpoint is loaded.
@@ -324,11 +371,12 @@ class Preferences(TrainerObjective[PreferenceResult]):
             self.undo()
             raise
 
-    def _references_of(self, pairs: Sequence[Pair]) -> References:
+    def _references_of(self, items: Sequence[Example]) -> References:
         name = self._reference
         if name == "start":
-            return StartReferences(self.trainer, pairs)
-        return ServedReferences(self._executor, None if name == "base" else name, self._check)
+            return StartReferences(self.trainer, self._reference_pairs(items))
+        adapter, keeps = None if name == "base" else name, not self._arguments.streaming
+        return ServedReferences(self._executor, adapter, self._check, keeps=keeps)
 
     def _check(self) -> None:
         """Raise a FinetuneError if the run was cancelled."""
@@ -357,25 +405,32 @@ class Preferences(TrainerObjective[PreferenceResult]):
             grad_clip_norm=arguments.max_grad_norm,
             **{name: value for name, value in fields.items() if value},
         )
-        loss, pairs = self._scored.loss, self._group
-        policy = target_sums(pairs, [values.tolist() for values in self._scored.logprobs])
-        by_reference = target_sums(pairs, self._by_reference)
-        metrics = metrics_of(policy, by_reference, arguments.beta)
-        self.history.append({"loss": loss, **metrics})
+        numbers = self._step_numbers()
+        self.history.append(numbers)
         norm, tokens = stepped.gradient_norm, stepped.tokens
-        return StepNumbers(self._epoch, loss, norm, tokens, metrics=metrics)
+        metrics = {name: value for name, value in numbers.items() if name != "loss"}
+        return StepNumbers(self._epoch, numbers["loss"], norm, tokens, metrics=metrics)
+
+    def _step_numbers(self) -> dict[str, float]:
+        """Return the loss and the metrics of the last gradients."""
+        policy = target_sums(self._group, [values.tolist() for values in self._scored.logprobs])
+        by_reference = target_sums(self._group, self._by_reference)
+        metrics = metrics_of(policy, by_reference, self._arguments.beta)
+        return {"loss": self._scored.loss, **metrics}
 
     def _loss_options(self, pairs: Sequence[Pair]) -> dict[str, float]:
         targets = sum(pair.chosen.targets for pair in pairs)
-        return self._arguments.loss_options(len(pairs), targets)
+        options: dict[str, float] = self._arguments.loss_options(len(pairs), targets)
+        return options
 
     def evaluate(self, step: int) -> Work[Numbers]:
         """Measure the loss and the metrics of the evaluation data, without dropout."""
         yield from ()
-        options = self._loss_options(self._eval)
+        pairs = self._reference_pairs(self._eval)
+        options = self._loss_options(pairs)
         loss, policy, by_reference = 0.0, list[float](), list[float]()
-        for begin in range(0, len(self._eval), _EVALUATED):
-            lot = self._eval[begin : begin + _EVALUATED]
+        for begin in range(0, len(pairs), _EVALUATED):
+            lot = pairs[begin : begin + _EVALUATED]
             references = self._references[1].of(lot)
             data = data_of(lot, references)
             scored = self.trainer.forward(data, "preference", loss_options=options)
@@ -390,8 +445,14 @@ class Preferences(TrainerObjective[PreferenceResult]):
     def is_interrupted(self, is_done: bool) -> bool:
         return self.stops.is_set() and not is_done
 
+    def end(self) -> None:
+        self._batches.close()
+        super().end()
+
     def finish(self, run: Run[PreferenceResult]) -> Work[PreferenceResult]:
         yield from ()
+        if isinstance(self._pairs, StreamedRows):
+            _LOG.info("%s: %s", self.name, self._pairs.counts())
         self.trainer.snapshot()
         return PreferenceResult(
             adapter=self.name,
@@ -422,27 +483,31 @@ class PreferenceRun:
     def __init__(
         self,
         executor: Executor,
-        arguments: DpoArguments,
+        arguments: Any,
         load: Load | None = None,
         limits: DataLimits = UNLIMITED,
+        objective: type[Preferences] | None = None,
     ) -> None:
         """Read the data, create the trainer, and load a checkpoint, if any.
 
         Args:
+            arguments: the arguments of the objective.
             load: creates examples from files and rows; by default in this process.
+            objective: the kind of the run; `Preferences` by default.
         Raises:
             PcgError: see `dpo`.
         """
-        self._objective = objective = Preferences(executor, arguments, load, limits)
-        schedule = arguments.make_schedule(objective.total)
+        self._objective = (objective or Preferences)(executor, arguments, load, limits)
+        total = self._objective.total
+        schedule = arguments.make_schedule(total)
         self._run = Run(
-            objective,
+            self._objective,
             arguments,
-            total=objective.total,
+            total=total,
             rate=lambda step: arguments.learning_rate * schedule(step),
-            trajectory=objective.trajectory,
-            config=objective.config,
-            on_step=arguments.on_step,
+            trajectory=self._objective.trajectory,
+            config=self._objective.config,
+            listeners=Listeners(arguments.on_step, arguments.callbacks),
         )
 
     def run(self) -> PreferenceResult:

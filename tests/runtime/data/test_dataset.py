@@ -4,19 +4,21 @@ import copy
 import itertools
 import json
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from pcg.errors import DataError, FinetuneError
+from pcg.errors import DataError, FinetuneError, PcgError
 from pcg.runtime.data import formats
 from pcg.runtime.data.dataset import ExampleReader, ReadOptions, load_examples
 from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.formats import COLUMNS
-from pcg.runtime.data.order import Batches
+from pcg.runtime.data.order import Batches, Mixture
 from pcg.runtime.text.tokenizer import Tokenizer
+from pcg.runtime.training.options import FinetuneOptions
 from tests.support import toy_tokenizers as toys
 
 CHAT = [
@@ -147,6 +149,22 @@ def test_alpaca(chatml, given):
     assert ("### Input:\n1 and 2\n\n### Response:\n3" in text) == bool(given)
 
 
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"prompt": "what is it?", "completion": "naïve café"}, "what is it?"),
+        ({"instruction": "add", "output": "naïve café"}, "add"),
+        ({"instruction": "add", "input": "1 and 2", "output": "naïve café"}, "add\n1 and 2"),
+    ],
+)
+def test_texts_are_a_question_and_its_answer_with_the_format_set_to_chat(chatml, row, question):
+    messages = [{"role": "user", "content": question}, CHAT[-1]]
+    found = one([{**row, "system": "think"}], chatml, format="chat")
+    assert found == one([{"messages": [CHAT[0], *messages]}], chatml)
+    with pytest.raises(DataError, match="missing key 'messages'"):
+        one([{"prompt": messages[:1], "completion": messages[1:]}], chatml, format="chat")
+
+
 @pytest.mark.parametrize("row", [{"text": "The quick brown fox"}, "The quick brown fox"])
 def test_all_of_a_text_is_learned(llama2, row):
     example = one([row], llama2)
@@ -243,7 +261,9 @@ def test_a_column_with_a_meaning_changes_what_is_learned_or_is_refused(chatml, c
             continue  # is in the tokens
         found = []
         for value in (None, *VALUES.get(column, ([1, 0, 1], [0, 1, 1]))):
-            read = outcome({**row, column: value}, tokenizer, pairs=is_pair)
+            read = outcome(
+                {**row, column: value}, tokenizer, rows="pairs" if is_pair else "samples"
+            )
             if isinstance(read, str):
                 assert f"'{column}'" in read, (name, value)
                 assert value is not None
@@ -274,26 +294,43 @@ def test_a_preference_does_not_lose_its_prompt(chatml, name):
     """By whichever name a library knows it: pairs of outputs alone would be learned without it."""
     for prompt, format in (("add", "texts"), (TALK[:1], "messages")):
         row = {key: PAIRS[format][key] for key in ("chosen", "rejected")}
-        refused = outcome({**row, name: prompt}, chatml, pairs=True)
+        refused = outcome({**row, name: prompt}, chatml, rows="pairs")
         assert f"has '{name}'" in refused
         assert "as 'prompt'" in refused
         whole = {key: prompt + value for key, value in row.items()}
-        expected = outcome({**row, "prompt": prompt}, chatml, pairs=True)
-        assert outcome({**whole, name: prompt}, chatml, pairs=True) == expected
+        expected = outcome({**row, "prompt": prompt}, chatml, rows="pairs")
+        assert outcome({**whole, name: prompt}, chatml, rows="pairs") == expected
+
+
+def test_the_template_and_its_variables_are_options(chatml, tmp_path):
+    """A row's variables take precedence."""
+    path = tmp_path / "loud.jinja"
+    path.write_text(SHOWING)
+    rows = [ROWS["chat"], {**ROWS["chat"], "chat_template_kwargs": {"mood": "sad"}}]
+    for source in (path, str(path), SHOWING):
+        options = FinetuneOptions(chat_template=source, chat_template_kwargs={"mood": "glad"})
+        read = ReadOptions(template=options.template(), variables=options.variables())
+        texts = [chatml.decode(list(e.ids)) for e, _ in ExampleReader(rows, chatml, read)]
+        assert [text[:3] for text in texts] == ["gla", "sad"]
+    for wrong in ({"chat_template": "{% for"}, {"chat_template_kwargs": {"tools": []}}):
+        with pytest.raises(PcgError, match=r"line 1|without .*tools"):
+            FinetuneOptions(**wrong)
+    with pytest.raises(PcgError, match=r"no chat template file .*nowhere"):
+        FinetuneOptions(chat_template="nowhere.jinja")
 
 
 def test_whole_chats_have_the_prompt_of_a_preference_once(chatml):
     """UltraFeedback's rows: a prompt as text, or as messages, and chats that begin with it."""
     row = PAIRS["messages"]
     whole = {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
-    expected = outcome(row, chatml, pairs=True)
+    expected = outcome(row, chatml, rows="pairs")
     for prompt in ("add", row["prompt"], None):
         given = {**whole, "prompt": prompt, "messages": whole["chosen"]}
-        assert outcome(given, chatml, pairs=True) == expected
+        assert outcome(given, chatml, rows="pairs") == expected
     longer = {key: [*TALK, *value] for key, value in whole.items()}
-    expected = outcome(longer, chatml, pairs=True)
-    assert outcome({**longer, "prompt": "add"}, chatml, pairs=True) == expected
-    assert "give texts, or lists" in outcome({**whole, "prompt": "other"}, chatml, pairs=True)
+    expected = outcome(longer, chatml, rows="pairs")
+    assert outcome({**longer, "prompt": "add"}, chatml, rows="pairs") == expected
+    assert "give texts, or lists" in outcome({**whole, "prompt": "other"}, chatml, rows="pairs")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -428,6 +465,7 @@ LINE_ERRORS = [
     ('{"text": 3}', "line 1: 'text' is a number; expected a string"),
     ("3", "line 1: a row is a number; expected an object or a string"),
     ('{"txt": "a"}', "line 1: a row with 'txt' is of no known format .*chat: 'messages'"),
+    ('{"chosen": "a", "rejected": "b"}', "line 1: a row with .chosen. and .* pcg train dpo"),
     ('{"text": "a"}\n{"text": null}', "line 2: 'text' is null or missing"),
     ('{"prompt": "a", "completion": "b"}\n"c"', "line 2: the row is a string"),
     ('{"prompt": "a", "completion": []}', "'prompt' is a string and 'completion' is a list"),
@@ -483,11 +521,11 @@ def test_bytes_that_are_no_text(tmp_path, chatml):
 
 
 def test_wrong_arguments(tmp_path, chatml):
-    (tmp_path / "data.csv").touch()
+    (tmp_path / "data.xlsx").touch()
     (tmp_path / "empty.jsonl").touch()
     for source, options, words in [
         (tmp_path / "missing.jsonl", {}, "no data file"),
-        (tmp_path / "data.csv", {}, r"ends in \.csv; use JSON lines"),
+        (tmp_path / "data.xlsx", {}, r"ends in \.xlsx; use one of"),
         (tmp_path / "empty.jsonl", {}, r"no examples in .*empty\.jsonl"),
         ([], {}, "no examples in the data"),
         ({"text": "a"}, {}, "data is one dict"),
@@ -562,6 +600,30 @@ def test_a_resumed_run_goes_on_with_the_same_batches(lengths, stop, seed):
     resumed = Batches(data, **options)
     resumed.load_state_dict(state)
     assert [batch for batch, _ in walk(resumed, 3)] == [batch for batch, _ in whole[at + 1 :]]
+
+
+@pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted"])
+def test_a_mixture_is_that_of_datasets(strategy):
+    sets = [datasets.Dataset.from_dict({"a": [*range(n * 100, n * 100 + 30 * n)]}) for n in (1, 2)]
+    options = {"probabilities": [0.7, 0.3], "stopping_strategy": strategy}
+    expected = datasets.interleave_datasets(sets, seed=5, **options)["a"]
+    values = [*sets[0]["a"], *sets[1]["a"]]
+    mixture = Mixture((30, 60), (7, 3), strategy)
+    assert [values[index] for index in mixture.order(5, 0, False)] == list(expected)
+    shuffled = [mixture.order(5, epoch, True).tolist() for epoch in (0, 1, 1)]
+    assert shuffled[0] != shuffled[1] == shuffled[2]
+    for order in shuffled:
+        counts = [order.count(index) for index in range(90)]
+        assert (max(counts) == 1) == (strategy == "first_exhausted")
+        assert min(counts[30:]) >= (strategy == "all_exhausted")
+    batches = Batches(examples([3, 4] * 45), batch_size=4, mixture=mixture)
+    steps = [batch for _ in range(2) for batch in batches]
+    resumed = Batches(examples([3, 4] * 45), batch_size=4, mixture=mixture)
+    resumed.load_state_dict({**batches.state_dict(), "epoch": 1, "index": 2})
+    assert [*resumed] == steps[len(batches.plan(0)) + 2 :]
+    count, tokens = batches.largest()
+    assert max(map(len, steps)) <= count
+    assert max(sum(len(e.ids) for e in batch) for batch in steps) <= tokens
 
 
 def test_the_order_is_seeded_and_changes_each_epoch():

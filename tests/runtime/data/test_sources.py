@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from pcg.errors import DataError, FinetuneError, PcgError
@@ -95,7 +96,7 @@ def test_names_of_files_are_never_learned(
 
 
 def test_a_directory_is_no_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="it is a directory, give its files"):
+    with pytest.raises(DataError, match="has no data files; pcg reads"):
         load_examples(tmp_path, tokenizer)
 
 
@@ -138,7 +139,7 @@ def test_nulls_that_a_table_fills_in_are_not_learned(kind: Callable[[Any], Any])
         return {"messages": [message], "tools": [schema], "score": None, "tags": [None, 1], **other}
 
     filled = [row("f", {"a": 1, "b": None}), row("g", {"a": None, "b": [{"c": None, "d": 2}]})]
-    found = gather(choose_splits(kind(filled), None, 2).train)
+    found = gather(choose_splits(kind(filled), None, 2).train[0])
     for one, name, arguments in zip(found, "fg", ({"a": 1}, {"b": [{"d": 2}]}), strict=True):
         expected = row(name, arguments)
         del expected["messages"][0]["content"]
@@ -160,6 +161,11 @@ def test_missing_values_and_arrays_of_pandas(tokenizer: Tokenizer) -> None:
     assert list(load_examples(Frame(chats), tokenizer)) == list(load_examples(plain, tokenizer))
 
 
+def test_columns_of_preferences_and_of_prompts_are_rows() -> None:
+    for row in ({"chosen": "a", "rejected": "b"}, {"prompt": "a", "answer": 1}):
+        assert gather({name: [value] * 2 for name, value in row.items()}) == [row, row]
+
+
 class Lazy:
     """A query that is not run yet, as polars' LazyFrame: it is sliced, and has no rows."""
 
@@ -172,6 +178,7 @@ class Lazy:
     [
         ({"text": "a"}, "data is one dict, and not of columns; give a list of rows"),
         ({"messages": CHATS[0]}, "data is one dict, and not of columns"),
+        ({"chosen": CHATS[0], "rejected": CHATS[1]}, "data is one dict, and not of columns"),
         ({"prompt": CHATS[0][:1], "completion": CHATS[0][1:]}, "data is one dict"),
         ({}, "data is one dict"),
         ({"train": ROWS, "test": ROWS}, "a dict of 'train', 'test', which are the columns of no"),
@@ -201,7 +208,7 @@ def test_all_else_is_refused(tokenizer: Tokenizer, source: Any, words: str) -> N
 def test_train_is_learned_and_validation_evaluates() -> None:
     train, validation, test = Stored(ROWS), Stored(ROWS[:1]), Stored(ROWS[1:])
     chosen = choose_splits(Splits(train=train, validation=validation, test=test), None)
-    assert (chosen.train, chosen.evaluation) == (train, validation)
+    assert (chosen.train, chosen.evaluation) == ([train], validation)
     assert chosen.chosen == (
         "'train' (3 rows) is learned; 'validation' (1 row) evaluates; 'test' not used"
     )
@@ -210,7 +217,7 @@ def test_train_is_learned_and_validation_evaluates() -> None:
 def test_evaluation_data_that_is_given_comes_first() -> None:
     both = Splits(train=Stored(ROWS), validation=Stored(ROWS[:1]))
     chosen = choose_splits(both, "eval.jsonl")
-    assert (chosen.train, chosen.evaluation) == (both["train"], "eval.jsonl")
+    assert (chosen.train, chosen.evaluation) == ([both["train"]], "eval.jsonl")
     assert chosen.chosen == "'train' (3 rows) is learned; 'validation' not used"
     assert choose_splits("train.jsonl", both).evaluation is both["validation"]
     assert choose_splits("train.jsonl", None).chosen == ""
@@ -230,7 +237,7 @@ def test_a_split_that_is_missing_is_named(data: Any, eval_data: Any, words: str)
 
 # -------------------------------------------------------------------- tokenizing in another process
 
-SIZES = ModelSizes(512, 64)
+SIZES = ModelSizes(512, 512, 64)
 
 
 def apart(source: object, tokenizer: Tokenizer, options: ReadOptions) -> Dataset:
@@ -249,6 +256,7 @@ class Odd:
         raise TypeError("an open door")
 
 
+RENAMED = {"prompt": "q", "completion": "a"}
 GOOD: dict[str, tuple[Any, ReadOptions]] = {
     "rows": (text_model.ROWS * 50, ReadOptions()),
     "chats": (text_model.CHATS, ReadOptions()),
@@ -256,7 +264,39 @@ GOOD: dict[str, tuple[Any, ReadOptions]] = {
     "dropped": ([*text_model.ROWS, {"prompt": "a", "completion": ""}], ReadOptions(empty="drop")),
     "extras": ([{**row, "extra": Odd()} for row in text_model.ROWS], ReadOptions(append_eos=False)),
     "columns": ({"prompt": ["a", "b"], "completion": [" c", " d"]}, ReadOptions()),
+    "renamed": ([{"q": "a", "a": " b", "extra": Odd()}], ReadOptions(columns=RENAMED)),
 }
+
+
+def test_columns_are_those_of_datasets_rename_columns(tokenizer: Tokenizer) -> None:
+    rows = [{"q": row["prompt"], "a": row["completion"], "id": 7} for row in text_model.ROWS]
+    renamed = datasets.Dataset.from_list(rows).rename_columns({"q": "prompt", "a": "completion"})
+    expected = load_examples(renamed, tokenizer)
+    options = ReadOptions(columns=RENAMED)
+    by_column = {name: [row[name] for row in rows] for name in rows[0]}
+    functions = ReadOptions(
+        formatting_func=lambda row: {"prompt": row["q"], "completion": row["a"]}
+    )
+    for source, read in ((rows, options), (by_column, options), (rows, functions)):
+        found = load_here(tokenizer, gather(source, columns=read.columns), read, SIZES)
+        assert found.examples == expected.examples
+    texts = ReadOptions(formatting_func=lambda row: row["q"] + row["a"])
+    whole = load_examples([row["q"] + row["a"] for row in rows], tokenizer)
+    assert load_here(tokenizer, rows, texts, SIZES).examples == whole.examples
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"columns": {"promt": "q"}}, "did you mean 'prompt'"),
+        ({"columns": {"prompt": "asked"}}, r"data\[0\] has no 'asked' \(has 'q'\)"),
+        ({"formatting_func": lambda row: row["x"]}, r"data\[0\]: .* raised KeyError: 'x'"),
+        ({"formatting_func": lambda row: [row["q"]]}, r"data\[0\]: .* returned a list"),
+    ],
+)
+def test_rows_that_cannot_be_converted(tokenizer: Tokenizer, options: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load_here(tokenizer, [{"q": "a"}], ReadOptions(**options), SIZES)
 
 
 @pytest.mark.parametrize("case", GOOD)
@@ -283,6 +323,23 @@ def test_files_are_read_there(
         assert [list(example.ids) for example in found] == [e.ids for e in expected]
         assert found.format == expected.format
         assert [Path(place).name for place in found.places] == list(expected.places)
+
+
+def test_processes_divide_the_rows_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": f"dog {i}", "completion": " fox" * (i % 9)} for i in range(300)]
+    files = gather([written(tmp_path / f"{i}.jsonl", rows[i::2]) for i in range(2)])
+    options = ReadOptions(max_length=8, empty="drop")
+    expected = load_here(tokenizer, files, options, SIZES)
+    given = pickle.dumps(tokenizer), Cancelling("job"), files
+    found = load_apart(*given, options, SIZES, processes=2)
+    assert [list(each.ids) for each in found] == [each.ids for each in expected]
+    for name in ("format", "truncated", "dropped", "places"):
+        assert getattr(found, name) == getattr(expected, name)
+    with pytest.raises(DataError, match=r"0\.jsonl line 1: nothing to learn"):
+        load_apart(*given, ReadOptions(max_length=8), SIZES, processes=2)
+    empty = gather(written(tmp_path / "empty.jsonl", [{"prompt": "a", "completion": ""}]))
+    with pytest.raises(DataError, match="all 1 rows were dropped"):
+        load_apart(*given[:2], empty, options, SIZES, processes=2)
 
 
 LIMITED = {
@@ -443,3 +500,12 @@ def runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_columns_of_one_name_are_refused(tokenizer: Tokenizer) -> None:
+    """Rows would keep one of them."""
+    for kind in (Frame, ArrowTable):
+        data = kind([{"text": "a"}])
+        setattr(data, "columns" if kind is Frame else "column_names", ["text", "text"])
+        with pytest.raises(DataError, match="data has several columns 'text'; rename or drop"):
+            load_examples(data, tokenizer)

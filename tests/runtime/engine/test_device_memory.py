@@ -252,3 +252,8 @@ class TapeOnce:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
+
+
+def test_a_pool_larger_than_the_host_is_refused() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"of 4\.9 TiB does not fit .* kv_cache_gib"):
+        make_executor().engine(kv_cache_bytes=5000 * 2**30)

@@ -9,19 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import pcg.compiler as compiler
 from pcg.errors import AdapterError
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.executor import Executor
-from tests.support import oracle
+from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.peft_cases import CONFIGS
 from tests.support.small_job import make_model
 
 
 def checking(model: Any) -> Executor:
-    executor = compiler.compile(model, None)
+    executor = compiled.executor(model)
     executor.state.tests_adapters = True
     return executor
 
@@ -87,7 +86,7 @@ def test_a_structure_is_tested_once(llama: Executor, monkeypatch: pytest.MonkeyP
 
 
 def test_it_leaves_the_engine_and_its_requests_as_they_were() -> None:
-    executor = compiler.compile(make_model(), None)
+    executor = compiled.executor(make_model())
     asked = [[5, 9, 2], [7] * 9]
     expected = [item.token_ids for item in executor.generate(asked, max_new_tokens=6)]
     with executor.engine(adapter_self_test=True).start() as engine:

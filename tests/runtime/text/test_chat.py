@@ -78,6 +78,12 @@ def test_a_template_that_does_not_compile_names_the_line():
         ChatTemplate({"default": "fine\n{% endif %}"})
 
 
+@pytest.mark.parametrize("source", ["{{ 10**100000 }}", "{{ " + "(" * 9999 + ")" * 9999 + " }}"])
+def test_a_template_whose_constants_fail_is_a_checked_error(source):
+    with pytest.raises(ConfigError, match=r"'default' fails with (ValueError|RecursionError)"):
+        ChatTemplate({"default": source})
+
+
 def test_marked_spans():
     template = ChatTemplate({"default": toys.CHATML_MARKED})
     text, spans = template.marked_spans(CHAT)
@@ -104,6 +110,9 @@ SHORT = [
     {"role": "user", "content": "first"},
     {"role": "assistant", "content": ""},
 ]
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 def learned(template, messages, learn, marks=True, ends=ENDS, stops=()):
@@ -200,8 +209,7 @@ def test_reasoning_that_a_template_does_not_know_is_refused(key):
 
 def test_the_next_roles_token_ends_a_turn():
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [*SHORT[:3], calls, {"role": "tool", "content": "1"}, SHORT[1]]
     ends = [*stops, "<|assistant|>", "<|system|>"]
     template = families.GLM4
@@ -220,8 +228,7 @@ def test_the_next_roles_token_ends_a_turn():
 def test_tools_that_move_to_the_last_question_do_not_hide_calls():
     """A longer chat begins otherwise, but the turn has its end: no header follows it."""
     tools = [{"type": "function", "function": {"name": "add"}}]
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     messages = [SHORT[0], calls, {"role": "tool", "content": "1"}, SHORT[1]]
     template = ChatTemplate({"default": families.MISTRAL_V3}).training
     text, spans = assistant_spans(
@@ -238,9 +245,38 @@ def test_tools_that_move_to_the_last_question_do_not_hide_calls():
     ]
 
 
+JOINED = (
+    "{% for m in messages %}{% if m['content'] is none %}{% for c in m['tool_calls'] %}"
+    "<|im_start|>assistant {{ c['function']['name'] + c['function']['arguments'] + '<|im_end|>' }}"
+    "{% endfor %}{% else %}<|im_start|>{{ m['role'] + m['content'] }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<think>\n{% endif %}"
+)
+PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m['content'] %}{{ part['text'] }}"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}{{ m.role }}: {% if 'thinking' in m %}<{{ m.thinking }}>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_messages_have_the_form_that_a_template_reads():
+    """Contents as parts, as Idefics 3; the key of reasoning, as gpt-oss."""
+    assert learned(PARTS, SHORT[:2], (1,)) == [" first<|im_end|>"]
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        chat = [SHORT[0], spoken("why", "first", key)]
+        assert learned(HARMONY, chat, (1,)) == ["<why>first<|im_end|>"]
+
+
+def test_calls_of_a_model_whose_prompt_opens_reasoning():
+    """Their arguments are joined as text, and their content is none, as DeepSeek's."""
+    messages = [SHORT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert learned(JOINED, messages, (1,)) == [' add{"a": 1}<|im_end|>']
+
+
 def test_calls_that_a_template_does_not_know_are_refused():
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [SHORT[0], {"role": "assistant", "content": "now", "tool_calls": [call]}]
+    messages = [SHORT[0], {"role": "assistant", "content": "now", "tool_calls": [CALL]}]
     with pytest.raises(DataError, match="drops a call of message 1, 'add'"):
         learned(toys.CHATML, messages, (1,))
 
@@ -259,6 +295,8 @@ def test_a_header_that_always_follows_is_not_learned():
 
 
 def test_a_message_that_cannot_be_found_is_an_error():
-    template = "{{ messages | length }}{% for m in messages %}{{ m.role }}{% endfor %}"
+    """The text begins otherwise with each message, and only contents are told apart."""
+    template = "{{ messages | length }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    messages = [SHORT[0], {**SHORT[1], "tool_calls": [CALL]}, *SHORT[2:]]
     with pytest.raises(DataError, match=r'message 1 cannot be found .* "weight": 0'):
-        learned(template, THOUGHT, (1,))
+        learned(template, messages, (1,))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pcg.errors import FinetuneError, FinetuneInterrupted
+from pcg.errors import DataError, FinetuneError, FinetuneInterrupted
 from pcg.files import seal
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.checkpoints import CheckpointStore
@@ -99,6 +99,22 @@ def test_interrupted_at_any_step(
     assert_same(bits(executor, result), whole)
 
 
+def test_a_mixture_goes_on_where_it_was(executor: Executor, tmp_path: Path) -> None:
+    mixed = {"data": [examples(6), examples(5, 3)], "probabilities": [3, 1], "epochs": 2}
+    expected = bits(executor, job(executor, None, **mixed))
+    executor.remove_adapter("a")
+    with pytest.raises(FinetuneInterrupted):
+        job(executor, tmp_path, stop_at(2, KeyboardInterrupt), **mixed)
+    executor.remove_adapter("a")
+    with pytest.raises(FinetuneError, match=r"probabilities .*\[3, 1\].*\[1, 1\]"):
+        job(executor, tmp_path, **{**mixed, "probabilities": [1, 1]})
+    result = job(executor, tmp_path, **mixed)
+    assert result.resumed_from == 2
+    assert_same(bits(executor, result), expected)
+    with pytest.raises(DataError, match=r"probabilities has 2 numbers, and data is 3 sources"):
+        job(executor, None, **{**mixed, "data": [DATA] * 3})
+
+
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "evaluation"])
 def test_interrupted_within_a_step(
     executor: Executor, whole: Bits, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +162,28 @@ def test_more_steps_of_a_constant_rate(executor: Executor, tmp_path: Path) -> No
     assert longer.losses == straight.losses
     with pytest.raises(FinetuneError, match="beyond the 5 steps"):
         job(executor, tmp_path / "one", max_steps=5, **options)
+
+
+def test_the_last_evaluation_of_an_extended_job_does_not_count(
+    executor: Executor, tmp_path: Path
+) -> None:
+    """A longer job has none there, so that it stops and restores as if it had been longer."""
+    options = {"epochs": None, "schedule": "constant_with_warmup", "patience": 3}
+    options["learning_rate"] = 0.3
+    job(executor, tmp_path / "one", max_steps=9, **options)
+    longer = job(executor, tmp_path / "one", max_steps=14, **options)
+    bits_of_longer = bits(executor, longer)
+    executor.remove_adapter("a")
+    straight = job(executor, tmp_path / "two", max_steps=14, **options)
+    assert longer.resumed_from == 9
+    assert longer.eval_losses == straight.eval_losses
+    assert longer.stopped == straight.stopped == "early"
+    assert_same(bits_of_longer, bits(executor, straight))
+    executor.remove_adapter("a")
+    options["eval_every"] = 4
+    job(executor, tmp_path / "three", max_steps=6, **options)
+    with pytest.raises(FinetuneError, match="with its best evaluation, which a run of 7 steps"):
+        job(executor, tmp_path / "three", max_steps=7, **options)
 
 
 # ------------------------------------------------------------------------------- what is on disk
@@ -259,7 +297,7 @@ def stopped(executor: Executor, tmp_path: Path) -> Path:
         ({"learning_rate": 2e-2}, "learning_rate was 0.01, is 0.02"),
         ({"seed": 1, "weight_decay": 0.0}, "weight_decay was 0.1, is 0.0; seed was 0, is 1"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps was 2, is 1"),
-        ({"epochs": 4}, "total_steps was 9, is 12"),
+        ({"epochs": 4}, "total_steps was 9, is 12, .* only constant schedules can be extended"),
         ({"patience": None, "restore_best": True}, "patience was 5, is None"),
         ({"data": examples(10, seed=2)}, r"data \(checksum\) was \d+, is \d+"),
         ({"data": DATA[:9]}, "total_steps|examples was 10, is 9"),

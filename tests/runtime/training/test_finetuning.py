@@ -23,7 +23,8 @@ from pcg.runtime.data.example import IGNORED, Example
 from pcg.runtime.data.order import Batches
 from pcg.runtime.executor import Executor
 from pcg.runtime.text.tokenizer import Tokenizer
-from pcg.runtime.training.options import FinetuneOptions, make_schedule
+from pcg.runtime.training.options import FinetuneOptions
+from pcg.runtime.training.schedules import make_schedule
 from tests.support import compiled
 
 VOCABULARY, POSITIONS = 100, 32
@@ -81,6 +82,9 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 # ------------------------------------------------------------------------------- the reference
 
 
+SAVED = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]}
+
+
 def reference(
     base: Any, executor: Executor, recipe: dict[str, Any], data: list[Example], **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -91,23 +95,33 @@ def reference(
         wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**fields)).eval()
     by_name = dict(wrapped.named_parameters())
     ours = executor.training_runner("a").parameters
-    theirs = {}
+    theirs, keys = {}, {}
     for path, tensor in ours.items():
-        if path.endswith("bias"):
+        if path.endswith(".weight"):
+            module = path.removesuffix(".weight")
+            key = f"base_model.model.{module}.modules_to_save.default.weight"
+        elif ":embedding" in path:
+            matrix = path.replace(":embedding.lora", ".lora_embedding")
+            key = f"base_model.model.{matrix}.default"
+        elif path.endswith("bias"):
             key = f"base_model.model.{path}"
             key = key if key in by_name else key.replace(".bias", ".base_layer.bias")
         else:
             key = f"base_model.model.{path}.default.weight"
-        theirs[path] = by_name[key]
+        theirs[path], keys[path] = by_name[key], key
         theirs[path].data.copy_(tensor)
     trained = {name for name, parameter in by_name.items() if parameter.requires_grad}
     assert len(trained) == len(ours)
 
     decay, steps, group = options["weight_decay"], options["max_steps"], options["group"]
+    decayed = transformers.Trainer.get_decay_parameter_names(None, wrapped)
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for path, key in keys.items():
+        groups[key in decayed].append(theirs[path])
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for n, p in theirs.items() if "bias" not in n], "weight_decay": decay},
-            {"params": [p for n, p in theirs.items() if "bias" in n], "weight_decay": 0.0},
+            {"params": groups[True], "weight_decay": decay},
+            {"params": groups[False], "weight_decay": 0.0},
         ],
         lr=options["learning_rate"],
         betas=(0.9, 0.95),
@@ -146,6 +160,7 @@ def reference(
         pytest.param("llama", LORA, "linear", 10, 2, marks=pytest.mark.slow),
         ("llama", {**LORA, "use_dora": True}, "linear", 10, 2),
         ("gpt2", {**LORA, "bias": "all", "use_rslora": True}, "cosine", 10, 3),
+        ("llama", {**LORA, **SAVED}, "linear", 4, 1),
         (
             "gpt2",
             {**LORA, "target_modules": ["c_attn"], "bias": "lora_only", "layers_to_transform": [1]},

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pcg
-import pcg.compiler as compiler
 from pcg.errors import MemoryBudgetError
 from pcg.peft.lora import LoraConfig
 from pcg.runtime.admission.limits import Limits
@@ -27,6 +26,7 @@ from pcg.runtime.training.optimizer import (
     optimizer_tensors,
 )
 from pcg.runtime.training.torch_optimizers import OPTIMIZERS, SHARED_KEYS, Optimizer
+from tests.support import compiled as programs
 from tests.support import oracle
 from tests.support.families import BY_NAME
 from tests.support.measured_memory import measured
@@ -52,7 +52,7 @@ def base() -> Any:
 
 
 def compiled(base: Any, budget: float | str | None, **options: int) -> Executor:
-    return compiler.compile(base, {"a": RECIPE}, memory_budget=budget, **options)
+    return programs.executor(base, {"a": RECIPE}, is_own=True, memory_budget=budget, **options)
 
 
 def gradients(executor: Executor, batch: int) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ DATA = [Example(row, row) for row in ([5 + (i * j) % 50 for j in range(24)] for 
 def executor(lossy: str | None) -> Executor:
     config = transformers.LlamaConfig(**LOSSY_CONFIG).to_dict()
     model = oracle.random_model({**config, "model_type": "llama"})
-    return compiler.compile(model, {"a": LOSSY_RECIPE}, lossy_activations=lossy)
+    return programs.executor(model, {"a": LOSSY_RECIPE}, is_own=True, lossy_activations=lossy)
 
 
 def by_itself(lossy: str | None) -> list[float]:

@@ -488,6 +488,7 @@ def test_bytes_of_offloaded_states(name: str) -> None:
     [
         ("adamw_8bit", "adamw8bit", False),
         ("adamw_bnb_8bit", "adamw8bit", False),
+        ("adamw_torch", "adamw", False),
         ("paged_adamw_32bit", "adamw", True),
         ("paged_adamw_8bit", "adamw8bit", True),
         ("PAGED_LION_8BIT", "lion8bit", True),

@@ -399,6 +399,35 @@ def test_static_modules(root, texts):
         assert b.complete("zero").status_code == 404  # modules' folders are no roots
 
 
+def test_chats_have_the_template_of_the_adapters_folder(root):
+    """Unless the operator gives one; a template that does not compile is no adapter's."""
+    (root / "one" / "chat_template.jinja").write_text("{{ messages[0].content }} the dog")
+    (root / "two" / "chat_template.jinja").write_text("{{ messages")
+    asked = [f"{name}={root / name}" for name in ("zero", "one")]
+    messages = [{"role": "user", "content": "Hello"}]
+    fixed = root / "fixed.jinja"
+    fixed.write_text("{{ messages[0].content }}")
+    for options in ({}, {"chat_template": fixed}):
+        executor = serving.make_executor(adapters=0)
+        with serving.service_of(executor, KEYS, lora_modules=asked, **options) as service:
+            ask = Caller(service, "op")
+
+            def tokens(model, ask=ask):
+                body = {"model": model, "messages": messages}
+                return ask("POST", "/tokenize", json=body).json()["tokens"]
+
+            own = executor.tokenizer.encode("Hello the dog", add_special_tokens=False)
+            assert (tokens("one") == own) == (not options)
+            assert tokens("zero") == tokens("tiny") != own
+            body = {"model": "one", "messages": messages, "max_tokens": 1}
+            reply = ask("POST", "/v1/chat/completions", json=body).json()
+            assert reply["usage"]["prompt_tokens"] == len(tokens("one"))
+    with make_service(root) as service:
+        refused = Caller(service, "op").load("x", root / "two")
+        assert refused.status_code == 400
+        assert "chat template" in refused.json()["error"]["message"]
+
+
 def test_sglangs_endpoints(service, texts):
     ask = Caller(service, "op")
     load = lambda path: ask(  # noqa: E731

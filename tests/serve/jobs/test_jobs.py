@@ -25,6 +25,8 @@ from tests.support.job_client import (
 )
 from tests.support.waiting import until
 
+NESTED = {"x": json.loads("[" * 99 + "]" * 99)}
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
@@ -284,7 +286,25 @@ def test_rows_of_tokens(client):
         ({"extra_body": {"pcg": {"peft": {**PEFT, "target_modules": "(a+)+b"}}}}, "no patterns"),
         ({"extra_body": {"pcg": {"peft": {**PEFT, "rank_pattern": {"(a|a)*": 8}}}}}, "no patterns"),
         ({"extra_body": {"pcg": {"schedule": "wavy"}}}, "wavy"),
-        ({"extra_body": {"pcg": {"learning_rate": -1.0}}}, "pcg.learning_rate"),
+        ({"extra_body": {"pcg": {"chat_template": "{{ 1 }}"}}}, "--trust-request-chat-template"),
+        ({"extra_body": {"pcg": {"chat_template_kwargs": {"messages": 1}}}}, "messages"),
+        ({"extra_body": {"pcg": {"chat_template_kwargs": NESTED}}}, "nested more than 32 deep"),
+        ({"extra_body": {"pcg": {"learning_rate": -1.0}}}, "learning_rate=-1.0; use a number"),
+        ({"extra_body": {"pcg": {"patience": "a"}}}, "pcg.patience='a'; use a whole number or"),
+        ({"extra_body": {"pcg": {"patience": 10**30}}}, "pcg.patience has an integer of more than"),
+        ({"extra_body": {"pcg": {"patience": 2}}}, "no effect without eval_data"),
+        ({"extra_body": {"pcg": {"max_seq_len": 8}}}, "the name here is 'max_length'"),
+        ({"extra_body": {"pcg": {"data_format": "xml"}}}, "unknown data format 'xml'; use auto"),
+        ({"extra_body": {"pcg": {"epochs": 3}}}, "give n_epochs instead"),
+        ({"extra_body": {"pcg": {"batch_size": 3}}}, "give it among the hyperparameters"),
+        ({"extra_body": {"pcg": {"checkpoint_dir": "/"}}}, "the server sets it"),
+        ({"extra_body": {"pcg": {"streaming": True}}}, "a job learns one file"),
+        ({"extra_body": {"pcg": {"eval_samples": 1}}}, "pcg.eval_samples: the job cannot take it"),
+        ({"extra_body": {"pcg": {"chat_template": "/etc/passwd"}}}, "give the template's text"),
+        (
+            {"extra_body": {"pcg": {"eval_data": {"a": "file-a"}}}, "validation_file": "file-b"},
+            "Give validation_file or pcg.eval_data, not both",
+        ),
     ],
 )
 def test_jobs_that_cannot_be(client, fields, said):
@@ -333,6 +353,45 @@ def test_what_is_auto_is_resolved(client):
     assert made.pcg["options"]["learning_rate"] == 2e-4
     assert made.pcg["peft"]["r"] == 16
     client.fine_tuning.jobs.cancel(made.id)
+
+
+def test_options_are_those_of_python(client):
+    """The losses are those of `executor.finetune` with the same options."""
+    rows = [{**row, "weight": 1.0 + number} for number, row in enumerate(ROWS)]
+    asked = [{"q": row.pop("prompt"), **row} for row in rows]
+    options = {
+        "label_smoothing_factor": 0.1,
+        "neftune_noise_alpha": 5.0,
+        "loraplus_lr_ratio": 4.0,
+        "columns": {"prompt": "q"},
+        "patience": 5,
+        "metric_for_best_model": "eval_b_loss",
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": None,
+    }
+    files = {name: upload(client, rows) for name, rows in (("a", asked[:1]), ("b", asked[1:3]))}
+    own = {**options, "eval_data": files}
+    made = begin(client, own=own, training_file=upload(client, asked), seed=3)
+    job = ended(client, made.id)
+    assert (job.status, job.pcg["total_steps"]) == ("succeeded", 4), job.error
+    metrics = [one.data for one in events(client, job.id) if one.type == "metrics"]
+    result = serving.make_executor(adapters=0).finetune(
+        asked,
+        peft=PEFT,
+        epochs=2,
+        batch_size=2,
+        learning_rate=0.01,
+        seed=3,
+        eval_data={"a": asked[:1], "b": asked[1:3]},
+        **options,
+    )
+    assert [one["train_loss"] for one in metrics] == pytest.approx(result.losses, rel=1e-5)
+    assert [one["valid_loss"] for one in metrics[1::2]] == pytest.approx(
+        [loss for _, loss in result.eval_losses], rel=1e-5
+    )
+    assert metrics[-1]["valid_b_loss"] > 0
+    table = client.files.content(job.result_files[0]).text.splitlines()
+    assert table[0].endswith(",valid_a_loss,valid_b_loss")
 
 
 def test_a_validation_file_that_cannot_be_learned_is_named(client):

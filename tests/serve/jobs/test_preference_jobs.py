@@ -24,7 +24,7 @@ OPENAI = [
 
 def served(folder):
     """A server that keeps its data in a folder."""
-    own = {"data_dir": folder / "data", "kv_cache_gib": 0.1}
+    own = {"data_dir": folder / "data", "kv_cache_gib": 0.1, "trust_request_chat_template": True}
     return serving.on_a_port(lambda: serving.make_executor(adapters=0), max_jobs=1, **own)
 
 
@@ -136,6 +136,62 @@ def test_methods_that_cannot_be(client, method, said):
     with pytest.raises(openai.BadRequestError) as refused:
         begin_dpo(client, method=method)
     assert said in refused.value.message
+
+
+def test_a_model_keeps_the_chat_template_of_its_job(client):
+    def tokens(model):
+        messages = [{"role": "user", "content": "Hello"}]
+        reply = client.chat.completions.create(model=model, messages=messages, max_tokens=1)
+        return reply.usage.prompt_tokens
+
+    own = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    file = upload(client, OPENAI)
+    first = ended(client, begin_dpo(client, 1, own, training_file=file).id)
+    assert first.status == "succeeded", first.error
+    model = first.fine_tuned_model
+    learned = {"extra_body": {"pcg": {"learning_rate": 0.01}}, "training_file": file}
+    again = ended(client, begin_dpo(client, 1, model=model, **learned).id)
+    assert again.trained_tokens == first.trained_tokens
+    counts = {tokens(name) for name in (model, f"{model}:ckpt-step-3", again.fine_tuned_model)}
+    assert len(counts) == 1
+    assert max(counts) < tokens(serving.MODEL)
+
+
+def test_a_job_of_labelled_outputs(client):
+    rows = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in PAIRS
+        for name in ("chosen", "rejected")
+    ]
+    kto = {"type": "kto", "kto": {"hyperparameters": {"n_epochs": 2, "beta": 0.2}}}
+    own = {"undesirable_weight": 0.5, "shuffle": False}
+    job = ended(
+        client, begin_dpo(client, own=own, method=kto, training_file=upload(client, rows)).id
+    )
+    assert job.status == "succeeded", job.error
+    assert job.method.kto["hyperparameters"]["batch_size"] == 8
+    metrics = [one.data for one in events(client, job.id) if one.type == "metrics"]
+    assert metrics[0]["train_loss"] == pytest.approx(0.375, abs=1e-4)  # (0.5 + 0.5 · 0.5) / 2
+    assert metrics[-1]["rewards/margins"] > 0
+    with pytest.raises(openai.BadRequestError, match=r"line 1 is .* give it a 'label'"):
+        begin_dpo(client, method=kto)
+
+
+def test_terms_of_the_loss(client):
+    own = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "label_smoothing": 0.1}
+    job = ended(client, begin_dpo(client, 1, own).id)
+    assert job.pcg["options"]["loss_weights"] == [1.0, 0.5]
+    first = next(one.data for one in events(client, job.id) if one.type == "metrics")
+    assert first["train_loss"] > 0.6931 + 1  # and half the cross entropy
+    for own, said in (
+        ({"loss_type": "cross"}, "loss_type=.*use"),
+        ({"reference": "ft:another"}, "pcg.reference: the job cannot take it; use base or start"),
+        ({"beta": 0.3}, "pcg.beta: .* give it among the hyperparameters"),
+        ({"neftune_noise_alpha": 5}, "training on preferences has no neftune_noise_alpha"),
+        ({"eval_data": {"a": upload(client, PAIRS)}}, "give validation_file"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said):
+            begin_dpo(client, own=own)
 
 
 def test_a_job_goes_on_after_the_engine_ended(tmp_path, monkeypatch):

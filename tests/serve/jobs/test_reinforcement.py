@@ -78,7 +78,7 @@ def test_a_job_is_rewarded_told_and_served(client):
         validation_file=upload(client, ROWS[:1]),
         eval_interval=1,
         eval_samples=3,
-        own={"save_every": 1},
+        own={"save_every": 1, "temperature": 0.7, "max_tokens_per_pass": 64},
     )
     job = ended(client, made.id)
     assert job.status == "succeeded", job.error
@@ -86,7 +86,8 @@ def test_a_job_is_rewarded_told_and_served(client):
     assert job.method.reinforcement.grader.model_dump() == GRADER
     assert job.method.reinforcement.hyperparameters.eval_samples == 3
     assert job.hyperparameters.model_dump()["compute_multiplier"] == 0.25
-    assert job.pcg["options"]["grpo"]["num_generations"] == 2
+    grpo = job.pcg["options"]["grpo"]
+    assert (grpo["num_generations"], grpo["temperature"]) == (2, 0.7)
     assert job.trained_tokens > 0
     told = [one for one in events(client, job.id) if one.type == "metrics"]
     assert [one.data["step"] for one in told] == [1, 2]
@@ -280,9 +281,13 @@ def test_a_job_goes_on_after_a_kill(tmp_path):
         ({"n_epochs": 0}, "n_epochs': Input should be greater than or equal to 1"),
         ({"tests": ROWS * 65, "eval_samples": 16}, "An evaluation would have 4160 completions"),
         ({"colour": 1}, "Unrecognized request argument"),
-        ({"own": {"max_seq_len": 8}}, "pcg.max_seq_len is not for the method"),
+        ({"own": {"max_length": 8}}, "pcg.max_length: unknown option"),
+        ({"own": {"num_iterations": 2}}, "a job saves its state after any update"),
+        ({"own": {"eval_every": 2}}, "give eval_interval instead"),
+        ({"own": {"temperature": 0.7, "beta": 0.1}}, "temperature=0.7 and beta=0.1"),
         ({"own": {"max_completion_length": 500}}, "leaves no room for a prompt"),
-        ({"own": {"schedule": "wavy"}}, "wavy"),
+        ({"own": {"schedule": "cosine"}}, "the name here is 'lr_scheduler_type'"),
+        ({"own": {"lr_scheduler_type": "wavy"}}, "wavy"),
         ({"learning_rate_multiplier": 2}, "not both"),
     ],
 )

@@ -1,6 +1,7 @@
 """A store keeps what it acknowledged: over kills, a full disk, two servers and newer schemas."""
 
 import hashlib
+import itertools
 import os
 import random
 import sqlite3
@@ -10,7 +11,7 @@ import pytest
 
 from pcg.errors import ServeError, StoreFullError
 from pcg.files import SUMS
-from pcg.serve.store.database import MIGRATIONS, RESERVE, connect
+from pcg.serve.store.database import MIGRATIONS, RESERVE, connect, migrate
 from pcg.serve.store.store import DATABASE, open_store
 from tests.support.small_disk import fill_up, small_disk
 from tests.support.store_writer import put, writer, written
@@ -152,6 +153,53 @@ def test_an_older_schema_becomes_the_newest(tmp_path):
     connection = sqlite3.connect(tmp_path / DATABASE)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     connection.close()
+
+
+def layout(connection):
+    """The columns of each table, and the names of indexes and triggers."""
+    named = connection.execute(
+        "SELECT type, name FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
+    )
+    kinds = sorted(map(tuple, named.fetchall()))
+    return kinds, {
+        name: {tuple(row)[1:] for row in connection.execute(f"PRAGMA table_info({name})")}
+        for kind, name in kinds
+        if kind == "table"
+    }
+
+
+def rows_of(connection, columns):
+    return {
+        table: [*map(tuple, connection.execute(f"SELECT {', '.join(names)} FROM {table}"))]
+        for table, names in columns.items()
+    }
+
+
+@pytest.mark.parametrize("first", range(1, len(MIGRATIONS)))
+def test_rows_of_each_schema_reach_the_newest(first, tmp_path):
+    """A row in each table, with a value in each column, is as it was."""
+    connection = connect(tmp_path / DATABASE)
+    for statement in itertools.chain.from_iterable(MIGRATIONS[:first]):
+        connection.execute(statement)
+    connection.execute("PRAGMA foreign_keys = OFF")
+    columns = {}
+    for name in layout(connection)[1]:
+        known = connection.execute(f"PRAGMA table_info({name})").fetchall()
+        columns[name] = [column[1] for column in known]
+        of_type = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": lambda n: bytes([n])}
+        values = [of_type[column[2]](column[0] + 1) for column in known]
+        places = ", ".join("?" * len(values))
+        connection.execute(f"INSERT OR IGNORE INTO {name} VALUES ({places})", values)
+    before = rows_of(connection, columns)
+    assert sum(map(len, before.values())) > 0
+    connection.execute(f"PRAGMA user_version = {first}")
+    migrate(connection, tmp_path)
+    assert rows_of(connection, columns) == before
+    fresh = connect(tmp_path / "fresh")
+    migrate(fresh, tmp_path)
+    assert layout(connection) == layout(fresh)
+    for each in (connection, fresh):
+        each.close()
 
 
 def test_commits_wait_for_the_disk(tmp_path):

@@ -4,12 +4,14 @@ There values of bf16 are raw bits: arithmetic and products run on the bits, and 
 they go through fp32, and are rounded to the nearest, ties to even, as on a device.
 
 Triton 3.6 also makes indices of arrays of one element, which numpy 2.5 refuses. And a launch
-changes `triton.language` for as long as it runs, so that those of other threads have to wait.
+changes `triton.language` for as long as it runs, so that those of other threads have to wait; it
+looks for what to change among all members, a fifth of the time of small launches, here once.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +75,7 @@ def install() -> None:
 
     interpreter._patch_lang_tensor = patched
 
+    interpreter._patch_builtin = _patch_builtin
     launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
 
     def one_at_a_time(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -80,6 +83,20 @@ def install() -> None:
             return launch(self, *arguments, **named)
 
     interpreter.GridExecutor.__call__ = one_at_a_time
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins(package):
+        member = getattr(package, name)
+        if tl.core.is_builtin(member):  # not so within the launch of a caller
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+@functools.cache
+def _builtins(package: Any) -> tuple[str, ...]:
+    """The names to change; first asked of a package before anything has changed it."""
+    members = inspect.getmembers(package)
+    return tuple(name for name, member in members if tl.core.is_builtin(member))
 
 
 def _through_fp32(

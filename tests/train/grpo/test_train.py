@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+import pcg
 from pcg.errors import AdapterConflictError, DataError, FinetuneError, FinetuneInterrupted
 from pcg.runtime.executor import Executor
 from pcg.train.grpo import GrpoOptions, train_grpo
 from pcg.train.grpo.checkpoints import ResumableOptions
 from pcg.train.grpo.rollouts import Rewards, Scored
+from pcg.train.grpo.train import reward_function
+from tests.support import tiny_llama
 from tests.support.trainer_data import LORA, pair, parameters
 
 PROMPTS: list[Any] = [[5, 8], [13, 2, 9], [40]]
@@ -85,6 +90,109 @@ def test_an_adapter_with_dropout_is_on_its_own_policy(
     executor.remove_adapter("policy")
 
 
+def test_evaluations_by_greedy_completions(executor: Executor) -> None:
+    """Their rewards are those of what the adapter generates; the run itself stays the same."""
+    options = {**SMALL, "max_steps": 3}
+    plain = train_grpo(executor, PROMPTS, is_low, GrpoOptions(**options), peft=LORA)
+    executor.remove_adapter("policy")
+    evaluating = GrpoOptions(**options, eval_data=[[7, 3], [4]], eval_every=2)
+    done = train_grpo(executor, PROMPTS, is_low, evaluating, peft=LORA)
+    assert ["eval_reward" in numbers for numbers in done.history] == [False, True, True]
+    assert [x["loss"] for x in done.history] == [x["loss"] for x in plain.history]
+    made = executor.generate([[7, 3], [4]], adapter="policy", max_new_tokens=6)
+    expected = is_low([list(each.token_ids) for each in made])
+    assert done.history[-1]["eval_reward"] == pytest.approx(sum(expected) / 2)
+    assert done.history[-1]["eval_rewards/is_low/mean"] == done.history[-1]["eval_reward"]
+    executor.remove_adapter("policy")
+
+
+def test_rows_are_converted_and_callbacks_end_a_run(executor: Executor, tmp_path: Path) -> None:
+    """A file with other columns gives the run of its prompts in memory."""
+    path, seen = tmp_path / "a.jsonl", dict[str, list[Any]](logs=[], metrics=[], ends=[])
+    path.write_text("".join(json.dumps({"ids": ids, "word": "w"}) + "\n" for ids in PROMPTS))
+
+    class Callback(pcg.TrainingCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any) -> None:
+            assert args.num_generations == 4
+            seen["logs"].append(logs)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any) -> None:
+            seen["metrics"].append(metrics)
+            control.should_training_stop = state.global_step == 2
+
+        def on_train_end(self, args: Any, state: Any, control: Any) -> None:
+            seen["ends"].append(state.global_step)
+
+    def worded(completion_ids: Any, answer: list[str], **_: Any) -> list[float]:
+        assert answer == ["w!"] * len(completion_ids)
+        return is_low(completion_ids)
+
+    options = GrpoOptions(
+        **SMALL, max_steps=4, columns={"prompt": "ids", "answer": "word"}, eval_data=path,
+        eval_every=1,
+    )  # fmt: skip
+    done = train_grpo(
+        executor, path, worded, options, peft=LORA, callbacks=[Callback()],
+        formatting_func=lambda row: {**row, "answer": row["answer"] + "!"},
+    )  # fmt: skip
+    executor.remove_adapter("policy")
+    plain = train_grpo(executor, PROMPTS, is_low, GrpoOptions(**SMALL, max_steps=4), peft=LORA)
+    executor.remove_adapter("policy")
+    assert (done.steps, seen["ends"]) == (2, [2])
+    assert [x["loss"] for x in done.history] == [x["loss"] for x in plain.history[:2]]
+    assert [logs["loss"] for logs in seen["logs"]] == [x["loss"] for x in done.history]
+    rewards = [metrics["eval_reward"] for metrics in seen["metrics"]]
+    assert rewards == [x["eval_reward"] for x in done.history]
+
+
+def test_a_reward_model_scores_as_transformers(tmp_path: Path) -> None:
+    """Texts and chats in padded batches, against each alone."""
+    folder = tiny_llama.save(tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    rewards = reward_function("model:model", tmp_path)
+    prompts: list[Any] = ["is it?", "x"]
+    completions: list[Any] = [" yes, it is", " no"]
+    chats = [[{"role": "user", "content": text}] for text in prompts]
+    answers = [[{"role": "assistant", "content": text}] for text in completions]
+    rendered = [
+        tokenizer.apply_chat_template([*a, *b], tokenize=False)
+        for a, b in zip(chats, answers, strict=True)
+    ]
+    for asked, answered, texts in (
+        (prompts, completions, ["is it? yes, it is", "x no"]),
+        (chats, answers, rendered),
+    ):
+        expected = []
+        for text in texts:
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            expected.append(model(ids).logits[0, 0].item())
+        assert rewards(asked, answered) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    config.num_labels = 2
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    with pytest.raises(FinetuneError, match="has 2 labels; a reward model has one"):
+        reward_function("model:model", tmp_path)
+    with pytest.raises(FinetuneError, match="reward model nothing cannot be loaded"):
+        reward_function("model:nothing", tmp_path)
+
+
+def test_rollouts_of_a_temperature_are_trained_at_it(executor: Executor) -> None:
+    """Ratios of the first updates are 1; a lower temperature has a lower entropy."""
+    entropies = []
+    for temperature in (0.5, 1.0):
+        options = GrpoOptions(**SMALL, temperature=temperature, epsilon=1e-3, max_steps=2)
+        done = train_grpo(executor, PROMPTS, is_low, options, peft=LORA)
+        for numbers in done.history:
+            assert numbers["clip_ratio/region_mean"] == 0
+            assert numbers["sampling/sampling_logp_difference/max"] < 1e-5
+        entropies.append(done.history[0]["entropy"])
+        executor.remove_adapter("policy")
+    assert entropies[0] < entropies[1]
+
+
 @pytest.mark.parametrize(
     ("staleness", "expected"), [(0, [0, 0, 0, 0]), (1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])]
 )
@@ -133,9 +241,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
         train_grpo(executor, PROMPTS, is_low, options, adapter="taken")
     for rows, message in (
         ([], "no rows"),
-        ("abc", "give a list"),
+        ("abc", "no data file abc"),
         ([{"text": "a"}], "no 'prompt'"),
-        ([{"prompt": [1], "a": 1}, {"prompt": [1]}], "row 1 has the columns"),
+        ([{"prompt": [1], "a": 1}, {"prompt": [1]}], r"data\[1\] has the columns \[\], and data"),
         (["text"], "no tokenizer"),
         ([{"prompt": [1], "completions": 1}], "rename it"),
         ([{"prompt": [1], "images": ["a.png"]}], "has 'images', but prompts can only contain text"),
@@ -150,7 +258,11 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(executor: Execut
     [
         ({"num_generations": 1}, "at least 2"),
         ({"batch_size": 12}, "not a multiple of num_generations"),
-        ({"temperature": 0.7}, "temperature 1"),
+        ({"temperature": 0.7, "beta": 0.1}, r"temperature=0\.7 and beta=0\.1"),
+        ({"temperature": 0.7, "max_staleness": 1}, r"temperature=0\.7 and max_staleness=1"),
+        ({"eval_every": 2}, "eval_every=2 has no effect without eval_data"),
+        ({"eval_data": {"a": "a.jsonl"}}, "eval_data names a; GRPO is evaluated on one source"),
+        ({"temperature": 0}, "temperature=0; use a number from"),
         ({"loss_type": "sapo"}, "'dr_grpo'"),
         ({"loss_type": "cispo"}, "5.0"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 4.0}, "no delta"),

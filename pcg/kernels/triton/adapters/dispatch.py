@@ -56,6 +56,18 @@ def expand_add(y: Tensor, s: Any, b: Any) -> Tensor:
     return function(y, s, b)
 
 
+def lora_linear(
+    x: Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor | None],
+    a: Sequence[Any],
+    b: Sequence[Any],
+) -> Sequence[Tensor]:
+    """Apply linear operators to x with each token's LoRA, where none is deferred."""
+    first = weights[0]
+    return add_lora(torch_ops.linear(x, first, first.group_bias), x, first, a, b)
+
+
 def add_lora(
     y: Tensor, x: Tensor, weight: Any, a: Sequence[Any], b: Sequence[Any]
 ) -> Sequence[Tensor]:

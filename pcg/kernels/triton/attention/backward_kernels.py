@@ -27,6 +27,7 @@ import triton.language as tl
 from pcg.kernels.triton.attention.scores import (
     LOG2E,
     bounded,
+    end_seeing,
     load_rows,
     located,
     part_of,
@@ -70,7 +71,7 @@ def add_keys(
     total, query, upstream, logsum, inner, i, slope, begin, end, last, table, start, keys, values,
     key_page, key_token, value_page, value_token, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return total + ds k over blocks of keys from `begin` to `end`; `last` ends all keys."""
@@ -86,7 +87,7 @@ def add_keys(
             scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
         weights = tl.exp2(scores - logsum[:, None])
         if MASKED:
-            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], REACH)
             weights = tl.where(visible, weights, 0.0)
         at, place = located(
             values, table, start, first, n, present, value_page, value_token, PAGED, PAGE
@@ -105,7 +106,7 @@ def query_gradients(
     key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of BLOCK_M rows of a part."""
@@ -130,22 +131,22 @@ def query_gradients(
     values += kv_head.to(tl.int64) * value_head
     table = pages + number * table_width
     last = context + length
-    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, WINDOW)
-    if WINDOW > 0:
+    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, REACH)
+    if REACH != 0:
         total = add_keys(
             total, query, upstream, logsum, inner, i, slope, begin, full, last, table, start,
             keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-            BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+            BLOCK_DV, BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
         )  # fmt: skip
     total = add_keys(
         total, query, upstream, logsum, inner, i, slope, full, edge, last, table, start,
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
+        BLOCK_DV, BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=False,
     )  # fmt: skip
     total = add_keys(
         total, query, upstream, logsum, inner, i, slope, edge, end, last, table, start,
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
+        BLOCK_DV, BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, MASKED=True,
     )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
     gradients = (total * scale).to(dq.dtype.element_ty)
@@ -157,7 +158,7 @@ def add_rows(
     dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, begin, end, end_row, start, context,
     head, q_token, q_head, dout_token, dout_head, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, REACH: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dkey += dsᵀ q and dvalue += pᵀ dout over rows from `begin` to `end`.
@@ -180,7 +181,7 @@ def add_rows(
         logsum = tl.load(lse + row, real, 0.0) * LOG2E
         weights = tl.exp2(scores - logsum[None, :])
         if MASKED:
-            weights = tl.where(real[None, :] & seen(i[None, :], j[:, None], WINDOW), weights, 0.0)
+            weights = tl.where(real[None, :] & seen(i[None, :], j[:, None], REACH), weights, 0.0)
         place = token * dout_token + which * dout_head
         upstream = load_rows(dout, place, real, DV, BLOCK_DV)
         dvalue = tl.dot(weights.to(upstream.dtype), upstream, dvalue, input_precision="ieee")
@@ -214,7 +215,7 @@ def key_gradients(
     key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys that a part saw; with a cache they go to the sums."""
@@ -227,8 +228,8 @@ def key_gradients(
 
     begin = tl.maximum(first_key - context, 0) * G
     end_row = length * G
-    if WINDOW > 0:
-        end_row = tl.minimum(length, tl.maximum(end_key - 1 + WINDOW - context, 0)) * G
+    if REACH != 0:
+        end_row = tl.minimum(length, tl.maximum(end_seeing(end_key - 1, REACH) - context, 0)) * G
     if begin >= end_row:
         return
 
@@ -261,24 +262,24 @@ def key_gradients(
     edge = tl.maximum(first_key + BLOCK_N - 1 - context, 0) * G
     edge = tl.minimum(begin + tl.cdiv(edge - begin, BLOCK_M) * BLOCK_M, end_row)
     full = end_row
-    if WINDOW > 0:
-        full = tl.maximum(first_key + WINDOW - context, 0) * G
+    if REACH != 0:
+        full = tl.maximum(end_seeing(first_key, REACH) - context, 0) * G
         full = edge + tl.maximum(tl.minimum(full, end_row) - edge, 0) // BLOCK_M * BLOCK_M
     dkey, dvalue = add_rows(
         dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, begin, edge, end_row, start,
         context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
+        BLOCK_DV, BLOCK_M, REACH, SOFTCAP, ALIBI, MASKED=True,
     )  # fmt: skip
     dkey, dvalue = add_rows(
         dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, edge, full, end_row, start,
         context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=False,
+        BLOCK_DV, BLOCK_M, REACH, SOFTCAP, ALIBI, MASKED=False,
     )  # fmt: skip
-    if WINDOW > 0:
+    if REACH != 0:
         dkey, dvalue = add_rows(
             dkey, dvalue, key, value, j, q, dout, lse, delta, alibi, full, end_row, end_row,
             start, context, kv_head * G, q_token, q_head, dout_token, dout_head, scale, H, G, D, DV,
-            BLOCK_D, BLOCK_DV, BLOCK_M, WINDOW, SOFTCAP, ALIBI, MASKED=True,
+            BLOCK_D, BLOCK_DV, BLOCK_M, REACH, SOFTCAP, ALIBI, MASKED=True,
         )  # fmt: skip
 
     heads: tl.constexpr = H // G

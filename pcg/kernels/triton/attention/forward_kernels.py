@@ -36,6 +36,7 @@ from pcg.kernels.triton.attention.scores import (
     LOG2E,
     LOWEST,
     bounded,
+    first_seen,
     load_rows,
     located,
     part_of,
@@ -67,7 +68,7 @@ def attend_blocks(
     total, m, norm, products, query, i, slope, begin, end, last, table, start, keys, values,
     key_page, key_token, value_page, value_token, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     PAGED: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks of keys from `begin` to `end`; `last` is the end of the existing keys.
@@ -94,7 +95,7 @@ def attend_blocks(
         if ALIBI:
             scores += slope[:, None] * (first + n[None, :] - i[:, None]).to(tl.float32)
         if MASKED:
-            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], WINDOW)
+            visible = (first + n < last)[None, :] & seen(i[:, None], first + n[None, :], REACH)
             scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(m, tl.max(scores, 1) * unit)
         weights = tl.exp2(scores * unit - higher[:, None])
@@ -122,7 +123,7 @@ def attend_tiles(
     key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PAGED: tl.constexpr,
     PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +150,7 @@ def attend_tiles(
     values += kv_head.to(tl.int64) * value_head
     table = pages + number * table_width
     last = context + length
-    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, WINDOW)
+    begin, full, edge, end = tile_keys(first_row, end_row, context, G, BLOCK_N, REACH)
     products = m
     if AHEAD:
         edge = tl.maximum(edge - BLOCK_N, full)  # so that the block ahead has no masks, either
@@ -157,21 +158,21 @@ def attend_tiles(
             query, begin, last, table, start, keys, key_page, key_token, D, BLOCK_D, BLOCK_N,
             PAGED, PAGE, True,
         )  # fmt: skip
-    if WINDOW > 0:
+    if REACH != 0:
         total, m, norm, products = attend_blocks(
             total, m, norm, products, query, i, slope, begin, full, last, table, start, keys,
             values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-            BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
+            BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
         )  # fmt: skip
     total, m, norm, products = attend_blocks(
         total, m, norm, products, query, i, slope, full, edge, last, table, start, keys, values,
         key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, False, AHEAD,
+        BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, False, AHEAD,
     )  # fmt: skip
     total, m, norm, products = attend_blocks(
         total, m, norm, products, query, i, slope, edge, end, last, table, start, keys, values,
         key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D, BLOCK_DV,
-        BLOCK_N, WINDOW, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
+        BLOCK_N, REACH, SOFTCAP, ALIBI, PAGED, PAGE, True, AHEAD,
     )  # fmt: skip
 
     dv = tl.arange(0, BLOCK_DV)
@@ -184,10 +185,10 @@ def attend_tiles(
 
 
 @triton.jit
-def used_splits(count, context, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """Return the number of a decoding token's first splits that a window leaves work for."""
-    if WINDOW > 0:
-        count = tl.minimum(count, tl.cdiv(tl.minimum(context + 1, WINDOW), SPLIT))
+def used_splits(count, context, REACH: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the number of a decoding token's first splits that have keys it sees."""
+    if REACH != 0:
+        count = tl.minimum(count, tl.cdiv(context + 1 - first_seen(context, REACH), SPLIT))
     return count
 
 
@@ -197,7 +198,7 @@ def attend_splits(
     q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    COLUMNS: tl.constexpr, REACH: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute m, l and the sum of values of a decoding token's heads over a split of its keys.
@@ -209,7 +210,7 @@ def attend_splits(
     number = tl.load(split)
     which = tl.load(split + 1)
     start, _, context = part_of(parts, number, COLUMNS)
-    count = used_splits(tl.load(split + 2), context, WINDOW, SPLIT)
+    count = used_splits(tl.load(split + 2), context, REACH, SPLIT)
     if which >= count:
         return
     kv_head = tl.program_id(1)
@@ -225,8 +226,8 @@ def attend_splits(
 
     last = context + 1
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(last - WINDOW, 0) // BLOCK_N * BLOCK_N
+    if REACH != 0:
+        low = first_seen(context, REACH) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(last - low, BLOCK_N), count) * BLOCK_N
     begin = low + which * share
     end = tl.minimum(begin + share, last)
@@ -238,7 +239,7 @@ def attend_splits(
     total, m, norm, _ = attend_blocks(
         total, m, norm, m, query, i, slope, begin, end, last, pages + number * table_width, start,
         keys, values, key_page, key_token, value_page, value_token, scale, D, DV, BLOCK_D,
-        BLOCK_DV, BLOCK_N, WINDOW, SOFTCAP, ALIBI, True, PAGE, True, False,
+        BLOCK_DV, BLOCK_N, REACH, SOFTCAP, ALIBI, True, PAGE, True, False,
     )  # fmt: skip
 
     dv = tl.arange(0, BLOCK_DV)
@@ -267,14 +268,14 @@ def attend_splits(
 def reduce_splits(
     totals, highest, sums, out, lse, sinks, parts, decodes,
     H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    COLUMNS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    COLUMNS: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of a head of a decoding token that has several splits."""
     decode = decodes + tl.program_id(0) * COLUMNS
     count = tl.load(decode + 2)
     number = tl.load(decode)
-    count = used_splits(count, tl.load(parts + number * COLUMNS + 2), WINDOW, SPLIT)
+    count = used_splits(count, tl.load(parts + number * COLUMNS + 2), REACH, SPLIT)
     if count <= 1:
         return
     head = tl.program_id(1)

@@ -196,7 +196,7 @@ def paged_attention(
         reduce_splits[(len(work.decodes), heads)](
             totals, highest, sums, out, lse, sinks, work.parts, work.decodes,
             H=heads, DV=values.size, BLOCK_DV=sizes["BLOCK_DV"], BLOCK_S=8,
-            COLUMNS=options["COLUMNS"], WINDOW=scoring.window, SINKS=sinks is not None, LSE=keeps,
+            COLUMNS=options["COLUMNS"], REACH=scoring.reach, SINKS=sinks is not None, LSE=keeps,
             SPLIT=SPLIT_KEYS, num_warps=2,
         )  # fmt: skip
     return out, lse
@@ -266,7 +266,7 @@ def score_constants(work: AttentionWork, scoring: Scoring) -> dict[str, float]:
     """Return the constants of lists and scores that kernels are specialised by."""
     return {
         "COLUMNS": work.tiles.shape[1],
-        "WINDOW": scoring.window,
+        "REACH": scoring.reach,
         "SOFTCAP": scoring.softcap,
         "ALIBI": scoring.alibi is not None,
         "PAGE": PAGE_TOKENS,

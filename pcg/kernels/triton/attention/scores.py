@@ -49,7 +49,30 @@ def tile_rows(first, end, start, context, kv_head, G: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+def first_seen(i, REACH: tl.constexpr):
+    """Return the position of the first key that the token at i sees.
+
+    REACH is 0 for all keys, positive for a window, and negative for the size of a chunk.
+    """
+    first = i * 0
+    if REACH > 0:
+        first = tl.maximum(i + 1 - REACH, 0)
+    elif REACH < 0:
+        first = i // -REACH * -REACH
+    return first
+
+
+@triton.jit
+def end_seeing(j, REACH: tl.constexpr):
+    """Return the position behind the last token that sees the key at j, if REACH is not 0."""
+    end = j + REACH
+    if REACH < 0:
+        end = (j // -REACH + 1) * -REACH
+    return end
+
+
+@triton.jit
+def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, REACH: tl.constexpr):
     """Return the keys of a tile of rows, in blocks: begin, full, edge and end.
 
     From `begin` on some row sees some key; all rows see all keys from `full` to `edge`.
@@ -58,9 +81,9 @@ def tile_keys(first, end, context, G: tl.constexpr, BLOCK: tl.constexpr, WINDOW:
     full = 0
     edge = (context + first // G + 1) // BLOCK * BLOCK
     stop = context + (end - 1) // G + 1
-    if WINDOW > 0:
-        begin = tl.maximum(context + first // G + 1 - WINDOW, 0) // BLOCK * BLOCK
-        full = tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK) * BLOCK
+    if REACH != 0:
+        begin = first_seen(context + first // G, REACH) // BLOCK * BLOCK
+        full = tl.cdiv(first_seen(stop - 1, REACH), BLOCK) * BLOCK
         edge = tl.maximum(edge, begin)
         full = tl.minimum(full, edge)
     return begin, full, edge, stop
@@ -116,9 +139,9 @@ def bounded(products, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def seen(i, j, WINDOW: tl.constexpr):
+def seen(i, j, REACH: tl.constexpr):
     """Return whether the token at position i sees the key at j."""
     visible = j <= i
-    if WINDOW > 0:
-        visible = visible & (j > i - WINDOW)
+    if REACH != 0:
+        visible = visible & (j >= first_seen(i, REACH))
     return visible

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pcg.errors import GenerationError
-from pcg.ir.program.program import routed_layers
+from pcg.ir.program.program import is_classifier, routed_layers
 from pcg.kernels.devices import device_memory, uploaded_list
 from pcg.kernels.torch.products import ProductRequest
 from pcg.kernels.triton.backend import compiled
@@ -28,7 +28,7 @@ from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.state import ModelState, ServingProgram
 from pcg.runtime.model.step_graphs import WarmUp, step_graphs
-from pcg.runtime.requests.request import Request
+from pcg.runtime.requests.request import Request, classifying
 from pcg.runtime.requests.sequence import Sequence, State
 from pcg.runtime.requests.step import (
     Computed,
@@ -249,7 +249,7 @@ class StepRunner:
         self._max_positions = state.max_positions
         self._grammars = state.grammars
         self._answering = state.answering
-        self._vocabulary = state.program.base.vocabulary
+        self._tokens, self._vocabulary = state.program.base.tokens, state.program.base.vocabulary
         self._device = device = state.device
         self.fails_alike = state.mesh.alike.size == 1
         self.is_ahead = device.type == "cuda" and self.fails_alike
@@ -403,8 +403,16 @@ class StepRunner:
         name = f"request {request.request_id!r}" if request.request_id else f"prompt {number}"
         if not request.prompt_ids:
             raise GenerationError(f"{name} has no tokens; give at least one")
-        new = request.params.max_new_tokens
-        if self._max_positions is not None and length + min(new, 1) > self._max_positions:
+        new, room = request.params.max_new_tokens, (self._max_positions or 2**62) - length
+        if request.pooling is None and is_classifier(self._state.program.config):
+            room += 1  # a label takes no position
+            asked = replace(request.params, truncate_prompt_tokens=None)
+            if asked != SamplingParams(**classifying(self._vocabulary)):
+                raise GenerationError(
+                    f"{name}: the model is a sequence classifier, which generates no text; ask for "
+                    "the labels by classify"
+                )
+        if min(new, 1) > room:
             virtual = request.virtual_tokens
             of_adapter = f", {virtual} of them its adapter's virtual ones" if virtual else ""
             raise GenerationError(
@@ -413,15 +421,14 @@ class StepRunner:
                 "the prompt"
             )
         least, most = min(request.prompt_ids), max(request.prompt_ids)
-        if least < 0 or most >= self._vocabulary:
+        if least < 0 or most >= self._tokens:
             wrong = least if least < 0 else most
             raise GenerationError(
-                f"{name} has token {shown(wrong)}; the model's are 0 to {self._vocabulary - 1}"
+                f"{name} has token {shown(wrong)}; the model's are 0 to {self._tokens - 1}"
             )
         check_padding(request.prompt_ids, name, self._state.program.padding, GenerationError)
         if request.params.routed_experts:
             self._check_routes(name, request)
-        room = (self._max_positions or 2**62) - length
         return min(new, room)
 
     def _check_routes(self, name: str, request: Request) -> None:

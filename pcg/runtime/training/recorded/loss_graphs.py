@@ -227,7 +227,7 @@ class UpdateGraphs:
         self._recorder: Recorder | None = recorder
         groups = optimizer.param_groups
         self._parameters: Sequence[Tensor] = [p for group in groups for p in group["params"]]
-        self._rate: Tensor = groups[0]["lr"]
+        self._is_cuda = bool(groups[0]["lr"].is_cuda)
         self._is_capturable = bool(optimizer.defaults.get("capturable"))
         self._norm: Tensor | None = None
         self._replay_clip: Callable[[], None] | None = None
@@ -252,7 +252,8 @@ class UpdateGraphs:
     def step(self, rate: float) -> None:
         """Update the parameters by their gradients, at the given learning rate."""
         assert self._replay_step is not None
-        self._rate.fill_(rate)
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(rate * group.get("ratio", 1.0))
         self._replay_step()
         self.replayed += 1
 
@@ -269,7 +270,7 @@ class UpdateGraphs:
 
         def step() -> None:
             # Torch requires this flag during capture, and warns about it otherwise.
-            is_captured = self._rate.is_cuda and torch.cuda.is_current_stream_capturing()
+            is_captured = self._is_cuda and torch.cuda.is_current_stream_capturing()
             for group in self._optimizer.param_groups:
                 group["capturable"] = is_captured or self._is_capturable
             self._optimizer.step()

@@ -173,8 +173,8 @@ class Forward(_Pass, frozen=True, kw_only=True):
 
     Attributes:
         data: a list of `pcg.Datum`.
-        loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, dpo or preference; or a
-            differentiable function of the log-probabilities of each datum's targets, [N] each.
+        loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, dpo, kto or preference;
+            or a differentiable function of the log-probabilities of each datum's targets, [N] each.
         loss_options: the loss's options by name: clip_low_threshold and clip_high_threshold of ppo,
             cispo and gspo, beta of dro and dpo; of preference beta, label_smoothing and the weights
             of its terms.
@@ -267,7 +267,7 @@ class OptimStep(TrainerCommand[Stepped], frozen=True, kw_only=True):
         learning_rate: the learning rate of this update.
         betas: the two betas of optimizers of the Adam family.
         eps: the optimizer's epsilon.
-        weight_decay: decay of the weights; trained biases of the base do not decay.
+        weight_decay: decay of the weights; trained biases and norms do not decay.
         grad_clip_norm: maximum norm, to which gradients are clipped; None for no clipping.
     """
 

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from pcg.errors import DataError, FinetuneError
-from pcg.options import OptimizerChoice
+from pcg.options import UpdateOptions
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
+from pcg.runtime.text.chat import ChatTemplate
 from pcg.runtime.training.losses import Columns, Loss, Options
-from pcg.runtime.training.options import DEFAULT_BATCH_SIZE, check_fields
+from pcg.runtime.training.options import DEFAULT_BATCH_SIZE, check_fields, check_number
 from pcg.runtime.training.torch_optimizers import Optimizer
 from pcg.units import is_finite, shown
 from pcg.value_checks import check_padding
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions(OptimizerChoice):
+class TrainerOptions(UpdateOptions):
     """Options of a trainer.
 
     Attributes:
@@ -33,6 +34,8 @@ class TrainerOptions(OptimizerChoice):
         batch_size: sequences per batch; gradients do not depend on batches.
         max_tokens: tokens per batch; may be combined with `batch_size`.
         total_steps: the total number of updates, which AdaLoRA's schedule needs.
+        temperature: divisor of the logits in all log-probabilities; 1 equals the log-probabilities
+            of requests.
         dropout: apply the recipe's dropout in forward_backward. Without dropout, log-probabilities
             equal those of sampling.
     """
@@ -41,6 +44,7 @@ class TrainerOptions(OptimizerChoice):
     batch_size: int = DEFAULT_BATCH_SIZE
     max_tokens: int | None = None
     total_steps: int | None = None
+    temperature: float = 1.0
     dropout: bool = True
 
     def __post_init__(self) -> None:
@@ -51,15 +55,18 @@ class TrainerOptions(OptimizerChoice):
                 f"optimizer_options={shown(self.optimizer_options)}; use a dict, such as "
                 "{'momentum': 0.9}"
             )
+        check_number("temperature", self.temperature, 0.0, True)
+        if self.loraplus_lr_ratio is not None:
+            check_number("loraplus_lr_ratio", self.loraplus_lr_ratio, 0.0, True)
         self.make_optimizer()
 
     def make_optimizer(self) -> Optimizer:
         """Return the optimizer with its options; weight decay is 0 by default."""
         kind = Optimizer.of(self.optimizer)
         defaults = {"weight_decay": 0.0} if "weight_decay" in kind.fields else {}
-        return Optimizer.of(
-            self.optimizer, {**defaults, **(self.optimizer_options or {})}, self.offload_optimizer
-        )
+        values = {**defaults, **(self.optimizer_options or {})}
+        result = Optimizer.of(self.optimizer, values, self.offload_optimizer)
+        return result.with_ratio(self.loraplus_lr_ratio)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,14 @@ class TrainerArguments(TrainerOptions):
         name: the adapter's name; an existing adapter is trained further, a missing one is created.
         peft: the recipe of a new adapter, as for `add_adapter`; None for the recipe that the
             program was compiled for under the name, else "lora".
+        chat_template: the template that renders the adapter's chats; None for its own, or the
+            model's.
         tenant: for a trainer of an engine, the tenant; see `JobArguments`.
     """
 
     name: str
     peft: object = field(default=None, kw_only=True)
+    chat_template: ChatTemplate | None = field(default=None, kw_only=True, repr=False)
     tenant: str = field(default="", kw_only=True)
 
 
@@ -222,10 +232,11 @@ def _checked(
             "weights; give each target one"
         )
     targets = [*ids[1:], IGNORED] if targets is None else targets
-    _check_ids(ids, place, sizes.vocabulary)
+    _check_ids(ids, place, sizes.tokens)
     check_padding(ids, place, sizes.padding, DataError)
+    fix = "a sequence classifier's targets are numbers of its labels" if sizes.of_labels else _FIX
     for row in (targets, *(further or ())):
-        _check_ids(row, f"{place}.targets", sizes.vocabulary, IGNORED)
+        _check_ids(row, f"{place}.targets", sizes.vocabulary, IGNORED, fix)
     for name in ("advantages", "logprobs"):
         _check_numbers(read[name], name, place, loss)
     for row in (weights, *(further_weights or ())):
@@ -310,7 +321,12 @@ def _listed(values: Any, place: str) -> list[Any] | None:
     ]  # numbers of numpy
 
 
-def _check_ids(ids: Sequence[Any], place: str, vocabulary: int, ignored: int | None = None) -> None:
+_FIX = "use the model's own tokenizer"
+
+
+def _check_ids(
+    ids: Sequence[Any], place: str, vocabulary: int, ignored: int | None = None, fix: str = _FIX
+) -> None:
     for kind in set(map(type, ids)):
         if not issubclass(kind, Integral) or issubclass(kind, bool):
             raise DataError(f"{place} has a {kind.__name__} among its tokens; tokens are ints")
@@ -318,7 +334,7 @@ def _check_ids(ids: Sequence[Any], place: str, vocabulary: int, ignored: int | N
     if wrong:
         raise DataError(
             f"{place} has the token {shown(wrong[0])}, which the model's vocabulary of "
-            f"{vocabulary} does not; use the model's own tokenizer"
+            f"{vocabulary} does not; {fix}"
         )
 
 

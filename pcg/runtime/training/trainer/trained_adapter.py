@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pcg.errors import FinetuneError, UnsupportedError
 from pcg.ir.program.program import routed_layers
+from pcg.options import LossForm
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.versions import AdapterVersion
 from pcg.runtime.data.example import IGNORED, ModelSizes
@@ -47,6 +48,7 @@ from pcg.runtime.training.publishers import (
     saved_adapter,
     sites_of,
     start_adapter,
+    with_template,
 )
 from pcg.runtime.training.runner import TrainingPass, run_pass, training_runner
 from pcg.runtime.training.step import TrainingStep
@@ -60,6 +62,7 @@ from pcg.runtime.training.trainer.datum import (
     columns_of,
     cut,
 )
+from pcg.runtime.training.training_data import sizes_of
 from pcg.runtime.training.windows import HasTokens, PassLoss, WindowLoss
 from pcg.runtime.training.work_units import (
     Pages,
@@ -105,6 +108,9 @@ class ScoredPass(TrainingPass):
     def targets_of(self, example: HasTokens) -> list[int]:
         assert isinstance(example, CheckedDatum)
         return [*[IGNORED] * self._runner.adapter.prompt_tokens, *example.targets]
+
+    def weight_of(self, example: HasTokens) -> float:
+        return 1.0
 
     def routes_of(self, example: HasTokens) -> Tensor | None:
         assert isinstance(example, CheckedDatum)
@@ -242,11 +248,13 @@ class TrainedAdapter:
             adapter = start_adapter(state, name, arguments.peft, arguments.seed, None, total or 1)
         else:
             adapter = saved_adapter(state, saved)
+        adapter = with_template(adapter, arguments.chat_template)
         if adapter.recipe.trains_beside and total is None:
             raise FinetuneError(
                 f"{adapter.recipe.method} schedules its ranks over all updates; give total_steps="
             )
-        self._runner = training_runner(state, adapter, self._windows, TRAINER_SLACK)
+        form = LossForm(temperature=float(arguments.temperature))
+        self._runner = training_runner(state, adapter, self._windows, TRAINER_SLACK, form)
         self._adapter = self._runner.adapter
         self._step = TrainingStep(self._runner, self._kind, _RATE, total or 1)
         self._pending: dict[str, Tensor] = {}
@@ -265,8 +273,7 @@ class TrainedAdapter:
     @property
     def sizes(self) -> ModelSizes:
         layers, chosen, experts = routed_layers(self._runner.training.model)
-        state, sizes = self._state, (len(layers), chosen, experts)
-        return ModelSizes(state.vocabulary, state.max_positions, sizes, state.program.padding)
+        return sizes_of(self._state, (len(layers), chosen, experts))
 
     @property
     def virtual_tokens(self) -> int:
@@ -434,11 +441,10 @@ class TrainedAdapter:
                 raise FinetuneError(
                     f"{name}={value!r}, which optimizer {kind.name!r} does not take; leave it out"
                 )
-        for number, group in enumerate(self._step.optimizer.param_groups):
+        for group in self._step.optimizer.param_groups:
             for name in kind.fields:
-                group[name] = fields.get(name, kind.options[name])
-            if number and "weight_decay" in kind.options:  # biases do not decay
-                group["weight_decay"] = 0.0
+                if name != "weight_decay" or not group["is_bias"]:
+                    group[name] = fields.get(name, kind.options[name])
 
     def _whole_gradients(self) -> Tensor:
         """Set the accumulated gradients as `grad` of the parameters; return their norm."""
@@ -494,7 +500,9 @@ class TrainedAdapter:
 
     def facts(self) -> dict[str, Any]:
         """Return the values that must be equal in a state to load, as JSON."""
+        temperature = self._arguments.temperature
         return {
+            **({} if temperature == 1 else {"temperature": temperature}),
             "optimizer": self._kind.name,
             "base_dtype": self._state.program.dtype,
             "base_weights_checksum": base_digest(self._state.weight_store),

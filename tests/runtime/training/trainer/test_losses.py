@@ -19,6 +19,7 @@ from pcg.errors import DataError, FinetuneError
 from pcg.runtime.data.example import IGNORED
 from pcg.runtime.executor import Executor
 from pcg.runtime.training.bound_training import BoundTraining
+from pcg.runtime.training.losses import Columns, loss_of
 from tests.support.trainer_data import (
     VOCABULARY,
     check_step,
@@ -88,9 +89,36 @@ BETA, SMOOTHING = 0.3, 0.2
 COUNTS = torch.tensor([sum(t != IGNORED for t in row["targets"]) for row in ROWS]).view(-1, 2)
 
 
+TAU = 0.6
+
+
 def by_trl(term: str, margins: Tensor) -> Tensor:
     """A term of each pair as TRL's DPOTrainer computes it; `margins` are [pairs, 2]."""
     delta = margins[:, 0] - margins[:, 1]
+    chosen, rejected = BETA * margins[:, 0], BETA * margins[:, 1]
+    if term == "exo_pair":
+        qw, ql = torch.sigmoid(BETA * delta), torch.sigmoid(-BETA * delta)
+        return qw * (qw.log() - math.log(1 - SMOOTHING)) + ql * (ql.log() - math.log(SMOOTHING))
+    if term == "nca_pair":
+        return (
+            -functional.logsigmoid(chosen)
+            - 0.5 * functional.logsigmoid(-chosen)
+            - 0.5 * functional.logsigmoid(-rejected)
+        )
+    if term == "bco_pair":
+        return -functional.logsigmoid(chosen) - functional.logsigmoid(-rejected)
+    if term == "sppo_hard":
+        return (margins[:, 0] - 0.5 / BETA) ** 2 + (margins[:, 1] + 0.5 / BETA) ** 2
+    if term == "aot_unpaired":
+        delta = margins[:, 0].sort()[0] - margins[:, 1].sort()[0]
+    if term == "apo_zero":
+        return (1 - torch.sigmoid(chosen)) + torch.sigmoid(rejected)
+    if term == "apo_down":
+        return torch.sigmoid(chosen) + (1 - torch.sigmoid(chosen - rejected))
+    if term == "discopop":
+        modulation = torch.sigmoid(BETA * delta / TAU)
+        logistic, exponential = -functional.logsigmoid(BETA * delta), torch.exp(-BETA * delta)
+        return logistic * (1 - modulation) + exponential * modulation
     means = margins / COUNTS
     if term == "hinge":
         return torch.relu(1 - BETA * delta)
@@ -123,6 +151,13 @@ TERMS: tuple[dict[str, float], ...] = (
     {"sigmoid": 0.0, "hinge": 0.5},
     {"sigmoid": 0.0, "ipo": 1.0},
     {"sigmoid": 0.0, "robust": 2.0},
+    {"sigmoid": 0.0, "exo_pair": 1.0},
+    {"sigmoid": 0.0, "nca_pair": 1.0},
+    {"sigmoid": 0.0, "bco_pair": 1.0},
+    {"sigmoid": 0.0, "sppo_hard": 1.0},
+    {"sigmoid": 0.0, "apo_zero": 1.0},
+    {"sigmoid": 0.0, "apo_down": 1.0},
+    {"sigmoid": 0.0, "discopop": 1.0},
     {"sigmoid": 0.0, "sigmoid_norm": 1.0},
     {"sigmoid": 0.7, "hinge": 0.2, "sft": 0.1},
 )
@@ -143,7 +178,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, float], Oracle]] = {
     **{
         f"preference {'+'.join(name for name in terms if terms[name])}": (
             ("logprobs",),
-            {"beta": BETA, "label_smoothing": SMOOTHING, **terms},
+            {"beta": BETA, "label_smoothing": SMOOTHING, "discopop_tau": TAU, **terms},
             by_terms(terms),
         )
         for terms in TERMS
@@ -173,6 +208,41 @@ def test_a_loss_and_its_gradients_are_autograds(
     for one, other, values in zip(done.logprobs, before.logprobs, expected, strict=True):
         torch.testing.assert_close(one, values.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(other, values.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_engine", [False, True])
+def test_log_probabilities_at_a_temperature(models: tuple[Executor, Any], in_engine: bool) -> None:
+    """As TRL divides logits by the temperature of rollouts, whole and in windows."""
+    read, options, loss = CASES["ppo"]
+    expected = [log_probabilities(models[1], row, 0.7) for row in ROWS]
+    total, given = loss(expected), data(ROWS, *read)
+    arguments = {"loss_options": options, "in_engine": in_engine, "temperature": 0.7}
+    done = check_step(models, given, "ppo", total, **arguments)
+    for one, values in zip(done.logprobs, expected, strict=True):
+        torch.testing.assert_close(one, values.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("term", ["aot", "aot_unpaired"])
+def test_terms_that_sort_the_pairs_of_a_batch(term: str) -> None:
+    """As TRL's DPOTrainer sorts; the columns of the pairs have other orders."""
+    policy = torch.tensor([[1.0, 3.0], [2.5, 0.5]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[1.5, -0.5], [-1.0, 2.0]], dtype=torch.float64)
+    if term == "aot":
+        ratios = policy[:, 0] - policy[:, 1]
+        delta = ratios.sort()[0] - (reference[:, 0] - reference[:, 1]).sort()[0]
+        margins = torch.stack([delta, torch.zeros(2).double()], 1)
+    else:
+        margins = policy - reference
+    expected = by_trl(term, margins).sum()
+    (wanted,) = torch.autograd.grad(expected, policy)
+    columns = Columns(torch.ones(4), torch.zeros(4), reference.flatten(), torch.arange(4), 4)
+    loss = loss_of("preference")
+    options = loss.with_options(
+        {"beta": BETA, "label_smoothing": SMOOTHING, "sigmoid": 0.0, term: 1.0}
+    )
+    total, slopes = loss.evaluate(policy.flatten(), columns, options)
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(slopes.view(2, 2), wanted)
 
 
 @pytest.mark.parametrize(("targets", "runs"), [(["q_proj"], 1), (["q_proj", "lm_head"], 2)])
