@@ -28,13 +28,21 @@ def client(server):
 
 
 def bound(server, pages):
-    """Let the database have no more pages than it has, or so many."""
+    """Let the database have no more pages than it has, or so many, and wait until it may."""
 
     def act(connection):
         (there,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count = {pages or there}")
 
-    server.service.part(Files).store.database.write(act).result()
+    database = server.service.part(Files).store.database
+
+    def is_bound():
+        try:
+            return database.write(act).result() is None
+        except StoreFullError:  # writes are refused for half a second after the reserve is used
+            return False
+
+    until(is_bound)
 
 
 def full(calls, act):
