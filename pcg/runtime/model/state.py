@@ -35,7 +35,8 @@ from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.program.program import ModelGraph, Program, Serving, Training, is_classifier
 from pcg.ir.program.saved_memory import saved_memory, window_memory
 from pcg.ir.types import CONTEXT, TORCH_NAMES
-from pcg.kernels.devices import downloaded, own_memory
+from pcg.kernels.batch import Span
+from pcg.kernels.devices import downloaded, own_memory, uploaded_list
 from pcg.options import PLAIN_LOSS, LossForm
 from pcg.peft.adapter import Adapter, check_finite, check_name, check_replaced, new_adapter
 from pcg.peft.recipe import SEQ_CLS, Recipe
@@ -51,14 +52,16 @@ from pcg.runtime.adapters.sites import model_sources, served_sources, trained_so
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.adapters.versions import AdapterVersion, Versions
 from pcg.runtime.memory.host_memory import bound_shape_caches
-from pcg.runtime.memory.recurrent_states import check_whole_sequences
+from pcg.runtime.memory.kv_cache import KvCache, stage_kv_types
+from pcg.runtime.memory.pool import pages_for
+from pcg.runtime.memory.recurrent_states import check_whole_sequences, recurrent_types
 from pcg.runtime.model.base_weights import (
     TensorSource,
     WeightStore,
     replaced_of_base,
     saved_adapter,
 )
-from pcg.runtime.model.batch import whole_sequences
+from pcg.runtime.model.batch import Batch, whole_sequences
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.self_test import self_tests
 from pcg.runtime.sampling.grammars import Grammars
@@ -503,8 +506,12 @@ class ModelState:
         if not self.tests_adapters or key in self._tested:
             return
         tables = self._tables(program.serving.model)
-        logits = partial(self.logits, program.runner, tables)
-        yield from self_tests(adapter, self.program.base.tokens, logits)
+        known, model = self.program.base.tokens, program.serving.model
+        logits, decoded = (
+            partial(compute, program.runner, tables)
+            for compute in (self.logits, self._decoded_logits)
+        )
+        yield from self_tests(adapter, model, known, logits, decoded)
         self._tested.add(key)
 
     def logits(
@@ -531,6 +538,45 @@ class ModelState:
         parts = [part[count:] for part, count in zip(logits.split(lengths), virtual, strict=True)]
         by_index = dict(zip(order, parts, strict=True))
         return [by_index[i] for i in range(len(sequences))]
+
+    def _decoded_logits(
+        self,
+        runner: ModelRunner,
+        tables: PaddedTables,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter | None],
+    ) -> list[Tensor]:
+        """Compute the logits [V] of last tokens, decoded after the base filled a cache.
+
+        The sequences have equal lengths, of two tokens at least.
+        """
+        order = tables.order(adapters)
+        count, context = len(order), len(sequences[0]) - 1
+        pages = pages_for(context + 1)
+        cache = KvCache(
+            stage_kv_types(runner.model, self.stages, self.mesh.stage),
+            pages * count,
+            self.device,
+            in_pages=self.program.options.backend == "triton",
+            states=recurrent_types(self.stage.own(runner.model)),
+            slots=count,
+        )
+        owners = [cache.pool.open(str(i)) for i in order]
+        for owner in owners:
+            cache.pool.take_slot(owner)
+            cache.pool.extend(owner, pages)
+
+        def run(start: int, stop: int, chosen: Sequence[Adapter | None]) -> Tensor:
+            ids = [token for i in order for token in sequences[i][start:stop]]
+            size = stop - start
+            spans = [Span(i * size, size, start, owner) for i, owner in enumerate(owners)]
+            batch = Batch(uploaded_list(ids, torch.int64, self.device), spans, cache)
+            return runner.logits(batch, tables.bind(chosen, [size] * count))
+
+        run(0, context, [None] * count)
+        logits = run(context, context + 1, [adapters[i] for i in order])
+        by_index = dict(zip(order, logits, strict=True))
+        return [by_index[i] for i in range(count)]
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter. AdapterError: no adapter has the name, or a job trains it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError
+from pcg.kernels.torch import latent_attention
+from pcg.kernels.torch.latent_attention import _decode, _Expansion
 from pcg.peft.adapter import Adapter
 from pcg.runtime.adapters.stacked_weights import ServedWeights
 from pcg.runtime.executor import Executor
@@ -19,8 +23,8 @@ from tests.support.peft_cases import CONFIGS
 from tests.support.small_job import make_model
 
 
-def checking(model: Any) -> Executor:
-    executor = compiled.executor(model)
+def checking(model: Any, **options: Any) -> Executor:
+    executor = compiled.executor(model, **options)
     executor.state.tests_adapters = True
     return executor
 
@@ -45,6 +49,44 @@ def test_methods_pass(llama: Executor, name: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "lfm2"])
 def test_families_pass(family: str) -> None:
     checking(oracle.random_model(BY_NAME[family].config(2))).add_adapter("a", "lora")
+
+
+_KV_B = "model.layers.0.self_attn.kv_b_proj"
+
+
+def without_lora(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, *args: method(dataclasses.replace(self, loras=()), *args)
+
+
+@pytest.mark.parametrize(
+    ("backend", "owner", "name", "broken", "lost"),
+    [
+        ("torch", _Expansion, "absorbed", without_lora(_Expansion.absorbed), f"{_KV_B} for keys"),
+        ("triton", _Expansion, "values", without_lora(_Expansion.values), f"{_KV_B} for values"),
+        (
+            "torch",
+            latent_attention,
+            "_decode",
+            lambda batch, q, *args: _decode(batch, torch.ones_like(q), *args),
+            "model.layers.0.self_attn.q_b_proj",
+        ),
+    ],
+    ids=["keys", "values", "queries"],
+)
+def test_a_loss_in_decoding_over_latents_is_refused(
+    monkeypatch: pytest.MonkeyPatch, backend: str, owner: Any, name: str, broken: Any, lost: str
+) -> None:
+    """Absorbed products without the adapter, which prompts never compute."""
+    model = oracle.random_model(BY_NAME["minicpm3"].config(1))
+    executor = checking(model, latent_cache=True, backend=backend)
+    recipe = {"peft_type": "LORA", "r": 4, "target_modules": ["kv_b_proj", "q_b_proj", "o_proj"]}
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, broken)
+        message = f"weights of {lost} in adapter 'a' do not reach the logits of the tokens that"
+        with pytest.raises(AdapterError, match=message):
+            executor.add_adapter("a", recipe)
+    assert not executor.adapters
+    executor.add_adapter("a", recipe)
 
 
 DORA = {"peft_type": "LORA", "r": 2, "use_dora": True, "target_modules": ["up_proj", "q_proj"]}
