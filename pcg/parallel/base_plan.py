@@ -24,7 +24,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 
 import sympy
@@ -93,6 +93,12 @@ def routed_products(graph: Graph) -> list[Node]:
     """
     products = (node for node in graph.nodes if node.op == "expert_linear")
     return [node for node in products if node.inputs[1] in graph.producers]
+
+
+def check_experts(blocks: Iterable[Graph], ep: int | None) -> None:
+    """Refuse a number of parts of experts for a model without any. ParallelError: says so."""
+    if ep is not None and not any(map(routed_products, blocks)):
+        raise ParallelError("ep has no effect for a model without experts; leave it out")
 
 
 def check_cuts(graph: Graph, plan: Mapping[str, Layout], degree: int) -> None:

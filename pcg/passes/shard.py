@@ -21,7 +21,7 @@ from pcg.ir.graph import Graph, Node, Parameter, Value
 from pcg.ir.layouts import REPLICATED, WHOLE, Layout, Sharding, token_part
 from pcg.ir.program.program import ModelGraph, token_embedding
 from pcg.options import MemoryBudget
-from pcg.parallel.base_plan import COLUMN, base_plan, check_cuts, routed_products
+from pcg.parallel.base_plan import COLUMN, base_plan, check_cuts, check_experts, routed_products
 from pcg.parallel.costs.cost_model import RankCosts
 from pcg.parallel.costs.layer_costs import ByteCosts, DeviceCosts, LayerCosts, MixedCosts
 from pcg.parallel.parallel_plan import Constraints, NodePlan, ParallelPlan, Reshard, is_saved
@@ -156,8 +156,7 @@ class PlanBase(Pass[Attached, Prepared]):
 
     def run(self, before: Attached) -> Prepared:
         blocks = before.base.blocks
-        if self.ep is not None and not any(map(routed_products, blocks)):
-            raise ParallelError("ep has no effect for a model without experts; leave it out")
+        check_experts(blocks, self.ep)
         layouts = tuple(map(self._layouts, blocks))
         return Prepared(before.base, before.serving, before.training, layouts)
 

@@ -21,6 +21,7 @@ from pcg.ir.program.program import is_classifier
 from pcg.ir.types import TORCH_NAMES
 from pcg.keywords import takes
 from pcg.options import PlanOptions
+from pcg.parallel.base_plan import check_experts
 from pcg.parallel.costs.accelerators import Accelerator, find_accelerator, known_name
 from pcg.parallel.costs.catalog import find_cost_model
 from pcg.parallel.costs.cost_model import CostModel, SheetModel
@@ -89,10 +90,12 @@ class Search:
 
         Raises:
             UnsupportedError: the model has too few positions, or pcg cannot train it.
+            ParallelError: `ep` is set without experts.
         """
         for dtype in dict.fromkeys(self._options.dtypes) or (None,):
             setup = self._setup(dtype)
             self._check_positions(setup)
+            check_experts(setup.folded.model.blocks, self._options.ep)
             weights = base_bytes(setup.folded.model)
             name = TORCH_NAMES[setup.folded.model.dtype]
             is_checked = self._wanted.workload.training is None
@@ -126,16 +129,17 @@ class Search:
         candidates: list[Candidate] = []
         try:
             setup.optimizer.check_parted(degree)
+            setup = setup.having(tp=degree, ep=self._options.ep)
             if degree > 1:
                 settings = dataclasses.replace(setup.settings, costs=self._devices[0].model)
-                setup = dataclasses.replace(setup, settings=settings).having(tp=degree)
+                setup = dataclasses.replace(setup, settings=settings)
             plan = RankPlan(setup, trains, self._options.adapters)
             for device in devices:
                 place = (device.gpu.name, device.usable_bytes, device.model)
                 replica = Replica(*place, dtype, plan, self._wanted)
                 candidates += replica.candidates(self._options.max_gpus)
         except (FinetuneError, ParallelError, UnsupportedError) as error:
-            if degree == 1:
+            if degree == 1 and self._options.ep is None:
                 raise
             self.refused[degree] = error
             return []
@@ -227,6 +231,7 @@ def plan(arguments: PlanArguments) -> MachinePlan:
         method_options=("--peft", words) if isinstance(words, str) else None,
         optimizer_options=arguments.optimizer_words,
         quantization=arguments.quantization,
+        ep=arguments.ep,
         workload=workload,
         costs={device.gpu.name: _source(device.model, arguments.costs) for device in devices},
         planned_for=search.planned_for,

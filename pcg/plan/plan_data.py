@@ -29,6 +29,7 @@ class PlanData:
             object.
         optimizer_options: the command-line options of the optimizer.
         quantization: the format that float weights are quantized to; None for none.
+        ep: the given number of parts of the experts; None for what costs least.
         costs: the source of each GPU's times, by its name.
         planned_for: the device whose costs place adapters on ranks; None with one rank or no
             adapters.
@@ -47,6 +48,7 @@ class PlanData:
     method_options: tuple[str, ...] | None
     optimizer_options: tuple[str, ...]
     quantization: str | None
+    ep: int | None
     workload: MachineWorkload
     costs: Mapping[str, str]
     planned_for: str | None
@@ -73,6 +75,7 @@ class PlanData:
         words += ["--quantization", self.quantization] if self.quantization else []
         if machine.tp > 1:
             words += ["--tp", str(machine.tp)]
+            words += ["--ep", str(self.ep)] if self.ep is not None else []
             if self.planned_for is not None:
                 words += ["--costs", self.own_costs or machine.gpu]
         if choice is not None and training is not None:

@@ -140,7 +140,10 @@ class MachineOptions(OptimizerChoice):
         gpus: names of the GPUs to choose from, separated by commas or repeated; A10G, A100-40,
             A100-80, H100, H200 and L40S by default.
         max_gpus: the maximum number of GPUs of a machine, in all replicas.
-        tp: tensor-parallel degrees to try; the powers of two up to `max_gpus` by default.
+        tp: tensor-parallel degrees to try, up to `max_gpus`; by default the powers of two, or their
+            multiples by `ep`.
+        ep: expert-parallel degree: the experts are in ep parts, and tp / ep ranks share those of a
+            part. By default what costs least, or what the ranks divide.
         dtypes: formats of the base's weights to try: float32, bfloat16, float16 or float64; the
             configuration's dtype by default. Repeatable.
         quantization: the format to quantize the layers' float weights to, such as nf4 or int8.
@@ -163,6 +166,7 @@ class MachineOptions(OptimizerChoice):
     gpus: Sequence[str] = ()
     max_gpus: int = 8
     tp: Sequence[int] = ()
+    ep: int | None = None
     dtypes: Sequence[str] = ()
     quantization: str | None = None
     price: Mapping[str, float] | None = None
@@ -186,11 +190,14 @@ class MachineOptions(OptimizerChoice):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UnsupportedError(f"{name}={value!r}; use an int from {least} to {most}")
-        for degree in self.tp:
-            if type(degree) is not int or not 1 <= degree <= self.max_gpus:
-                raise UnsupportedError(
-                    f"tp={degree!r}; use degrees from 1 to max_gpus={self.max_gpus}, or more GPUs"
-                )
+        of_experts = () if self.ep is None else (self.ep,)
+        for name, degrees in (("tp", self.tp), ("ep", of_experts)):
+            for degree in degrees:
+                if type(degree) is not int or not 1 <= degree <= self.max_gpus:
+                    raise UnsupportedError(
+                        f"{name}={degree!r}; use degrees from 1 to max_gpus={self.max_gpus}, or "
+                        "more GPUs"
+                    )
         for dtype in self.dtypes:
             dtype_name(dtype)
         for name in ("tpot_slo_ms", "ttft_slo_ms", "finetuning_tokens_per_s"):
@@ -220,5 +227,6 @@ class MachineOptions(OptimizerChoice):
     @property
     def degrees(self) -> tuple[int, ...]:
         """The tensor-parallel degrees to try."""
-        powers = (2**power for power in range(self.max_gpus.bit_length()))
-        return tuple(sorted(set(self.tp))) or tuple(powers)
+        least = self.ep or 1
+        powers = (2**power for power in range((self.max_gpus // least).bit_length()))
+        return tuple(sorted(set(self.tp))) or tuple(least * power for power in powers)

@@ -18,6 +18,7 @@ from pcg.plan.workload import MachineWorkload, Serving, Training, parse_workload
 from pcg.simulate.simulated_program import simulated_program
 from pcg.source import resolve
 from tests.support import tiny_llama
+from tests.support.families import BY_NAME
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 EXPLAINED = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
@@ -228,6 +229,40 @@ def test_finetuning_is_promised_too():
     none = pcg.plan(tiny_llama.config(), **options, finetuning_tokens_per_s=1.01 * most)
     assert none.chosen is None
     assert "tokens/s, at least" in none.to_text()
+
+
+def experts_plan(**options):
+    config = BY_NAME["mixtral"].config(1)
+    return config, pcg.plan(config, workload="train:2x64", gpus=["H100"], **options)
+
+
+def test_experts_are_in_as_many_parts_as_in_explain():
+    config, plan = experts_plan(ep=2, max_gpus=2)
+    options = {"tp": 2, "ep": 2, "costs": "H100", "batch": plan.chosen.choice.batch, "seq": 64}
+    memory = pcg.explain(config, **options).memory_bytes
+    assert {kind: plan.chosen.memory_bytes[kind] for kind in EXPLAINED} == {
+        kind: memory[kind] for kind in EXPLAINED
+    }
+    assert [one.machine.tp for one in plan.front] == [2]
+    assert "--tp 2 --ep 2 --costs H100" in plan.to_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": [1], "ep": 2}, "ep=2 and tp=1: .*; use tp=2 with it, or leave ep out"),
+        ({"tp": [4], "ep": 3}, "ep=3 and tp=4: .* in ep equal parts; use one of 1, 2, 4, or leave"),
+        ({"ep": 16}, "ep=16; use degrees from 1 to max_gpus=8"),
+    ],
+)
+def test_parts_of_experts_that_are_refused(options, message):
+    with pytest.raises(PcgError, match=message):
+        experts_plan(**options)
+
+
+def test_parts_of_experts_are_refused_without_experts():
+    with pytest.raises(PcgError, match="ep has no effect for a model without experts"):
+        pcg.plan(tiny_llama.config(), workload="train:2x64", gpus=["H100"], ep=2)
 
 
 @pytest.fixture
