@@ -1,9 +1,10 @@
 """Libraries of kernels that programs for Triton may call, and the models that they know.
 
-    flashinfer   prompts: tokens of sequences whose keys and values lie in pages
-    flash_attn   training on whole sequences, forward and backward
-    flash_attn_3 the same, by kernels for Hopper
-    fla          recurrences of several tokens: prompts and training
+    flashinfer    prompts: tokens of sequences whose keys and values lie in pages
+    flash_attn    training on whole sequences, forward and backward
+    flash_attn_3  the same, by kernels for Hopper
+    fla           recurrences of several tokens: prompts and training
+    causal_conv1d short convolutions of several tokens: prompts and training
 
 Decoding, windows of finetuning, chunks, sinks, ALiBi, soft caps and recorded steps are for pcg's
 kernels (`kernels/triton/attention`). No library is imported in this module.
@@ -31,8 +32,9 @@ class AttentionLibrary:
     """A library of attention kernels.
 
     Attributes:
-        use: "prompts" or "training" of attention, or "recurrences".
-        sizes: its head sizes, which hold for both keys and values; of recurrences, for keys.
+        use: "prompts" or "training" of attention, "recurrences" or "convolutions".
+        sizes: its head sizes, which hold for both keys and values; of recurrences, for keys; of
+            convolutions, the widths.
         source: how to install it.
         module: the module that Python imports; the library's name by default.
         capability: the GPUs that it is for; None for all from `LEAST_CAPABILITY` on.
@@ -58,7 +60,9 @@ class AttentionLibrary:
     def knows(self, graph: Graph, node: Node) -> bool:
         if node.op in RECURRENCES:
             return self.use == "recurrences" and self._knows_recurrence(graph, node)
-        if node.op not in ATTENTIONS or self.use == "recurrences":
+        if node.op in CONVOLUTIONS:
+            return self.use == "convolutions" and self._knows_convolution(graph, node)
+        if node.op not in ATTENTIONS or self.use in ("recurrences", "convolutions"):
             return False
         q, k, v = attention_types(graph, node)
         attributes = dict(node.attributes)
@@ -82,9 +86,21 @@ class AttentionLibrary:
         has_function = bool(beta) or len(decay.dims) == 2
         return "bf16" in dtypes and q.features[-1] in self.sizes and has_function
 
+    def _knows_convolution(self, graph: Graph, node: Node) -> bool:
+        """Return whether the kernel for rows of channels takes the types.
+
+        Source: csrc/causal_conv1d.cpp of causal-conv1d 1.7, its checks.
+        """
+        x, weight, *bias = (graph.types[name] for name in node.inputs)
+        channels, width = map(int, weight.shape)
+        has_dtypes = {x.dtype, weight.dtype} <= {"bf16", "f16", "f32"}
+        has_bias = all(type_.dtype == weight.dtype for type_ in bias)
+        return has_dtypes and has_bias and channels % 8 == 0 and width in self.sizes
+
 
 ATTENTIONS = ("attention", "attention_backward")
 RECURRENCES = ("recurrence", "recurrence_backward")
+CONVOLUTIONS = ("short_convolution", "short_convolution_backward")
 
 
 def attention_types(graph: Graph, node: Node) -> list[TensorType]:
@@ -110,6 +126,9 @@ LIBRARIES = (
         "pip install 'pcg[flash-attn]'",
     ),
     AttentionLibrary("fla", "recurrences", (32, 64, 128, 256), "pip install 'pcg[fla]'"),
+    AttentionLibrary(
+        "causal_conv1d", "convolutions", (2, 3, 4), "pip install 'pcg[causal-conv1d]'"
+    ),
 )
 """All of them; heads are those that both the library and pcg's own kernels know. Of two for one use
 the first comes first."""

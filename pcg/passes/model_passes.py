@@ -216,7 +216,8 @@ class ChooseAttention(Pass[Functions, Functions]):
         )
 
     def _changed(self, functions: Iterable[Function], use: str) -> tuple[Function, ...]:
-        libraries = [each for each in self.libraries if each.use in (use, "recurrences")]
+        uses = (use, "recurrences", "convolutions")
+        libraries = [each for each in self.libraries if each.use in uses]
         return tuple(
             dataclasses.replace(function, graph=_with_libraries(function.graph, libraries))
             for function in functions

@@ -1,6 +1,6 @@
 """Attention by libraries: which nodes they get, what they are given, and that the answer is right.
 
-The libraries are stand-ins with the documented signatures, which compute by SDPA in fp32.
+The libraries are stand-ins with the documented signatures, which compute by PyTorch in fp32.
 """
 
 from __future__ import annotations
@@ -113,17 +113,18 @@ def test_whole_sequences_are_trained_by_the_library(
         ),
         (KIMI_DELTA, {"linear_head_dim": 32}, "chunk_kda"),
         (BY_NAME["mamba2"], {"state_size": 32}, "chunk_simple_gla"),
+        pytest.param(BY_NAME["lfm2"], {}, "causal_conv1d_fn", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_recurrences_of_several_tokens(
+def test_states_of_several_tokens(
     calls: dict[str, int], family: Family, changed: dict[str, Any], called: str
 ) -> None:
     """Logits of ragged prompts, decoded tokens, and gradients; single tokens are our own."""
     base = oracle.random_model(family.config(2, **changed), torch.bfloat16)
     sequences = [[5, 9, 2, 11, 4, 8], [7, 3, 3], [6]]
     logits, gradients = [], []
-    for attention in ("fla", "own"):
+    for attention in ("fla,causal_conv1d", "own"):
         executor = executor_of(base, attention)
         executor.add_adapter("a", "lora")
         logits.append(torch.cat(executor.logits(sequences, "a")))
@@ -131,11 +132,16 @@ def test_recurrences_of_several_tokens(
         examples = [Example(one, one) for one in sequences[:2]]
         runner.forward_backward(examples, runner.count_targets(examples))
         gradients.append(torch.cat([p.grad.flatten() for p in runner.parameters.values()]))
+        expected = set() if attention == "own" else {called, "causal_conv1d_fn"}
+        assert calls.keys() == expected
+        calls.clear()
         (completion,) = executor.generate(sequences[:1], max_new_tokens=3, ignore_eos=True)
+        of_prompt = dict(calls)
+        calls.clear()
         rows = executor.logits([[*sequences[0], *completion.token_ids]])[0][5:-1]
         chosen = rows.gather(1, torch.tensor(completion.token_ids)[:, None])
         assert (rows.max(1, keepdim=True).values - chosen).max() < 2e-2 * rows.abs().max()
-        assert calls.keys() == ({called} if attention == "fla" else set())
+        assert calls == of_prompt
         calls.clear()
     for ours, theirs in (logits, gradients):
         assert oracle.relative_error(ours, theirs) < 2e-2
@@ -143,19 +149,25 @@ def test_recurrences_of_several_tokens(
 
 @pytest.mark.parametrize(
     ("family", "changed", "dtype"),
-    [("gemma2", {"head_dim": 64}, "float16"), ("llama3", {"head_dim": 64}, "float32")],
+    [
+        ("gemma2", {"head_dim": 64}, "float16"),
+        ("llama3", {"head_dim": 64}, "float32"),
+        ("lfm2-biases", {}, "float32"),  # six taps
+        ("mamba2", {"state_size": 13}, "float32"),  # 180 channels
+    ],
 )
 def test_what_no_library_knows_is_our_own(
     calls: dict[str, int], family: str, changed: dict[str, Any], dtype: str
 ) -> None:
+    names = f"{BOTH},causal_conv1d"
     program = compiler.compile_program(
-        BY_NAME[family].config(2, **changed), "lora", backend="triton", attention=BOTH, dtype=dtype
+        BY_NAME[family].config(2, **changed), "lora", backend="triton", attention=names, dtype=dtype
     )
     assert program.training is not None
     for source in (program.serving.source, program.training.source):
         assert "library=" not in source
     assert program.choices["attention"] == (
-        f"own kernels: {BOTH} know none of the heads, dtypes or scores"
+        f"own kernels: {names} know none of the heads, dtypes or scores"
     )
 
 
@@ -177,7 +189,8 @@ def test_auto_takes_what_is_installed(
 ) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose_libraries("auto", "triton", cuda) == "flashinfer,flash_attn_3,flash_attn,fla"
+    rest = "flash_attn,fla,causal_conv1d"
+    assert choose_libraries("auto", "triton", cuda) == f"flashinfer,flash_attn_3,{rest}"
     assert choose_libraries("auto", "torch", cuda) == "own"
     assert choose_libraries("auto", "triton", torch.device("cpu")) == "own"
     found = importlib.util.find_spec
@@ -186,11 +199,9 @@ def test_auto_takes_what_is_installed(
         "find_spec",
         lambda name: None if name == "flashinfer_jit_cache" else found(name),
     )
-    assert (
-        choose_libraries("auto", "triton", cuda) == "flash_attn_3,flash_attn,fla"
-    )  # none compiles
+    assert choose_libraries("auto", "triton", cuda) == f"flash_attn_3,{rest}"  # none compiles
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert choose_libraries("auto", "triton", cuda) == "flash_attn,fla"
+    assert choose_libraries("auto", "triton", cuda) == rest
     with pytest.raises(UnsupportedError, match=r"flash_attn_3 is for GPUs of capability 9\.0"):
         choose_libraries("flash_attn_3", "triton", cuda)
 
@@ -200,6 +211,7 @@ def test_auto_takes_what_is_installed(
     [
         ("xformers", "triton", "use auto, own, or some of flashinfer, flash_attn_3"),
         ("flash_attn", "triton", r"pip install 'pcg\[flash-attn\]'"),
+        ("causal_conv1d", "triton", r"pip install 'pcg\[causal-conv1d\]'"),
         ("flash_attn_3", "triton", "needs the package flash_attn_interface.*folder hopper"),
     ],
 )
@@ -212,5 +224,5 @@ def test_pytorch_has_its_own(calls: dict[str, int]) -> None:
     with pytest.raises(UnsupportedError, match="is for backend='triton'"):
         choose_libraries("flash_attn", "torch", torch.device("cpu"))
     assert [library.use for library in LIBRARIES] == [
-        *("prompts", "training", "training", "recurrences"),
+        *("prompts", "training", "training", "recurrences", "convolutions"),
     ]

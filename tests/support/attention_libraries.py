@@ -1,12 +1,13 @@
-"""Stand-ins for FlashInfer, flash-attention and flash-linear-attention: documented signatures.
+"""Stand-ins for FlashInfer, flash-attention, flash-linear-attention and causal-conv1d.
 
-Attention is computed by SDPA, recurrences token by token.
+Attention is computed by SDPA, recurrences token by token, convolutions by conv1d.
 
 They hold what pcg calls, bind arguments to the libraries' own names and order of parameters, check
 them as the documentation says they have to be, and compute in fp32 on the CPU.
 Source: flashinfer/prefill.py of 0.6, flash_attn/flash_attn_interface.py of 2.7,
-flash-attention's hopper/flash_attn_interface.py, and fla/ops/{gated_delta_rule,kda,simple_gla} of
-0.5, whose definitions are naive.py.
+flash-attention's hopper/flash_attn_interface.py, fla/ops/{gated_delta_rule,kda,simple_gla} of 0.5,
+whose definitions are naive.py, and causal_conv1d_interface.py and csrc/causal_conv1d.cpp of
+causal-conv1d 1.7.
 """
 
 from __future__ import annotations
@@ -239,6 +240,38 @@ def _recur(signature: Signature, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
     return torch.stack(outs, 1).to(q.dtype), state
 
 
+CAUSAL_CONV1D = _signature(
+    "x weight",
+    "bias seq_idx initial_states return_final_states final_states_out activation",
+)
+
+
+def causal_conv1d_fn(*args: Any, **kwargs: Any) -> Tensor:
+    given = _bound(CAUSAL_CONV1D, args, kwargs)
+    x, weight, bias = (given.pop(name) for name in ("x", "weight", "bias"))
+    assert not any(value is not None for value in given.values()), given
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    assert x.dtype in floats
+    assert weight.dtype in floats
+    (_, channels, _), width = x.shape, weight.shape[1]
+    assert weight.shape == (channels, width)
+    assert 2 <= width <= 4
+    if bias is not None:
+        assert bias.dtype is weight.dtype
+        assert bias.shape == (channels,)
+    if x.stride(2) != 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    if x.stride(1) == 1 and x.stride(2) > 1:  # rows of channels
+        assert channels % 8 == x.stride(0) % 8 == x.stride(2) % 8 == 0
+    out = F.conv1d(
+        F.pad(x.float(), (width - 1, 0)),
+        weight.float()[:, None],
+        None if bias is None else bias.float(),
+        groups=channels,
+    )
+    return torch.empty_like(x).copy_(out)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Have all libraries; returns how often each function was called."""
     calls: dict[str, int] = {}
@@ -267,7 +300,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     third = ModuleType("flash_attn_interface")
     for run in (_flash_attn_forward, _flash_attn_backward):
         vars(third)[run.__name__] = counted(run.__name__, run)
-    modules = [flashinfer, flash_attn, interface, third, ModuleType("flashinfer_jit_cache")]
+    convolution = ModuleType("causal_conv1d")
+    vars(convolution)["causal_conv1d_fn"] = counted("causal_conv1d_fn", causal_conv1d_fn)
+    modules = [flashinfer, flash_attn, interface, third, convolution]
+    modules.append(ModuleType("flashinfer_jit_cache"))
     for name, function, signature in (
         ("gated_delta_rule", "chunk_gated_delta_rule", CHUNK_GATED_DELTA_RULE),
         ("kda", "chunk_kda", CHUNK_KDA),

@@ -1,8 +1,9 @@
 """Short convolutions and linear recurrences over ragged token-flat batches.
 
 A convolution lays the tokens of each sequence behind the last W - 1 inputs before them, and shifts
-the whole. A recurrence runs a single token by its definition, on CPUs by a native kernel, and more
-tokens in chunks: with γ the sums of decays within a chunk, and L = exp(γ_i - γ_j) for j <= i,
+the whole or has a library convolve it as one sequence; outputs at the earlier inputs are dropped.
+A recurrence runs a single token by its definition, on CPUs by a native kernel, and more tokens in
+chunks: with γ the sums of decays within a chunk, and L = exp(γ_i - γ_j) for j <= i,
 
     T = (I + strictLower(β k kᵀ ⊙ L))⁻¹    U = T (β v)    W = T (β k ⊙ exp(γ))    (with beta)
     v' = U - W S                                           (v' = v without beta)
@@ -53,9 +54,18 @@ class _Rows(NamedTuple):
 
 
 def short_convolution(
-    batch: ProgramBatch, number: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    batch: ProgramBatch,
+    number: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    library: str | None = None,
 ) -> Tensor:
-    """Compute the operator of that name: x is [T, C], weight [C, W], bias [C]."""
+    """Compute the operator of that name: x is [T, C], weight [C, W], bias [C].
+
+    `library` is that of several tokens.
+    """
     slots = _slots(batch, number)
     if slots is not None:
         of_tokens = host_kernels.convolved(slots, x, weight, bias)
@@ -63,7 +73,8 @@ def short_convolution(
             return of_tokens
     size = weight.shape[1] - 1
     rows, spans = _rows(batch, size), len(batch.spans)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    library = _library_of_rows(batch, library, (rows.size + size) * x.shape[1])
+    dtype = x.dtype if library else torch.promote_types(x.dtype, torch.float32)
     behind = x.new_empty((rows.size, x.shape[1]), dtype=dtype)
     behind[rows.tokens] = x.to(dtype)
     before = x.new_zeros((spans, size, x.shape[1]))
@@ -77,31 +88,21 @@ def short_convolution(
             first = rows.starts[span] + tokens
             state = behind[first : first + size].to(x.dtype)
             batch.states.keep(batch.layer, number, slot, state.unsqueeze(0))
-    ends = rows.size - size
-    taps = weight.to(dtype).t()
-    out = behind[:ends] * taps[0]
-    for tap in range(1, size + 1):
-        out.addcmul_(behind[tap : tap + ends], taps[tap])
-    out = out[rows.tokens - size]
-    if bias is not None:
-        out += bias
+    out = _convolved(behind, weight, bias, library)[rows.tokens - size]
     return out.to(x.dtype)
 
 
 def short_convolution_backward(
-    batch: ProgramBatch, number: int, dy: Tensor, weight: Tensor
+    batch: ProgramBatch, number: int, dy: Tensor, weight: Tensor, *, library: str | None = None
 ) -> Tensor:
-    """Return dx of a short convolution, [T, C]."""
+    """Return dx of a short convolution, [T, C]: dy convolved with the taps in reverse order."""
     size = weight.shape[1] - 1
     rows, spans = _rows(batch, size), len(batch.spans)
-    dtype = torch.promote_types(dy.dtype, torch.float32)
-    ends = rows.size - size
-    dout = dy.new_zeros((ends, dy.shape[1]), dtype=dtype)
-    dout[rows.tokens - size] = dy.to(dtype)
-    taps = weight.to(dtype).t()
-    behind = dy.new_zeros((rows.size, dy.shape[1]), dtype=dtype)
-    for tap in range(size + 1):
-        behind[tap : tap + ends].addcmul_(dout, taps[tap])
+    library = _library_of_rows(batch, library, (rows.size + size) * dy.shape[1])
+    dtype = dy.dtype if library else torch.promote_types(dy.dtype, torch.float32)
+    dout = dy.new_zeros((rows.size + size, dy.shape[1]), dtype=dtype)
+    dout[rows.tokens] = dy.to(dtype)
+    behind = _convolved(dout, weight.flip(1), None, library)
     if batch.states is not None:
         after = dy.new_zeros((spans, size, dy.shape[1]), dtype=dtype)
         batch.states.read_gradients(batch.layer, number, after)
@@ -109,6 +110,26 @@ def short_convolution_backward(
         before = behind[rows.before].unflatten(0, (spans, size))
         batch.states.write_gradients(batch.layer, number, before)
     return behind[rows.tokens].to(dy.dtype)
+
+
+def _library_of_rows(batch: ProgramBatch, library: str | None, elements: int) -> str | None:
+    """Return the library for batches of several tokens of a sequence; its offsets have 32 bits."""
+    return library if library and batch.longer_spans and elements < 2**32 else None
+
+
+def _convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, library: str | None) -> Tensor:
+    """Convolve rows [R, C] without those before the first: [R - W + 1, C]."""
+    size = weight.shape[1] - 1
+    if library is not None:
+        channels = rows.t().unsqueeze(0)  # [1, C, R]
+        found: Tensor = import_module(library).causal_conv1d_fn(channels, weight, bias)
+        return found[0].t()[size:]
+    ends = len(rows) - size
+    taps = weight.to(rows.dtype).t()
+    out = rows[:ends] * taps[0]
+    for tap in range(1, size + 1):
+        out.addcmul_(rows[tap : tap + ends], taps[tap])
+    return out if bias is None else out.add_(bias)
 
 
 def _rows(batch: ProgramBatch, size: int) -> _Rows:
