@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from pcg.explain.planned_model import ContextStep, PlannedModel
+from pcg.explain.report.report_data import IN_PARTS, LAYOUTS
 from pcg.explain.step_memory import bytes_at, step_memory
 from pcg.ir.layouts import REPLICATED, layout_of
 from pcg.parallel.costs.layer_costs import DeviceCosts, Exchange, ring_bytes
@@ -45,8 +46,11 @@ def parallel_rows(
         block = sharded.typed.blocks[place]
         for parameter in block.parameters:
             if parameter.role == "frozen":
-                layout = layout_of(parameter.type)
-                base.append({"block": block.name, "weight": parameter.name, "layout": str(layout)})
+                layout = str(layout_of(parameter.type))
+                is_matrix = len(parameter.type.dims) > 1 or not layout.startswith("|")
+                held = LAYOUTS.get(layout, IN_PARTS) if is_matrix else IN_PARTS
+                row = {"weight": parameter.name, "layout": layout, "held": held}
+                base.append({"block": block.name, **row})
         solution = search.find(best)
         bypass += [_site(choice, block.name) for choice in solution.sites]
         nodes = [name for site in search.sites for name in site.nodes]

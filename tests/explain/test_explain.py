@@ -20,6 +20,7 @@ from pcg.runtime.memory.host_memory import SLACK
 from pcg.source import resolve
 from pcg.units import gib, rounded
 from tests.support import tiny_llama
+from tests.support.architectures import default_config
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 SCHEMA = {
@@ -191,6 +192,15 @@ def test_a_mixture_of_experts_says_what_it_counts():
     whole = 32 * (8 * 4096 + 2 * 4096) * 2 + 4096 * 2 + 4 * 64
     weights = [each.memory_bytes["weights"] for each in (one, two)]
     assert 2 * (weights[1] - whole) == weights[0] - whole
+
+
+def test_vectors_over_ranks_are_named_as_they_are_held():
+    """Ranks hold parts of some biases and of sinks; a bias of a sum over ranks is on the first."""
+    report = pcg.explain(default_config("gpt_oss", 1), None, tp=2)
+    found = {line[2:19].strip(): line[19:] for line in report.to_text().splitlines()}
+    assert found["row-parallel"] == "o_proj, down_proj"
+    assert found["in parts"] == "q_proj.bias, k_proj.bias, v_proj.bias, sinks"
+    assert found["on one rank"] == "o_proj.bias, down_proj_bias"
 
 
 def test_ranks_above_the_number_of_kv_heads_hold_little_more_than_their_share():

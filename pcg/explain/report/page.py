@@ -16,7 +16,6 @@ from pcg.explain.report.figures import (
 from pcg.explain.report.layer_graph import graph_plot
 from pcg.explain.report.report_data import (
     HEADS,
-    LAYOUTS,
     STAGES,
     ReportData,
     SavedTensor,
@@ -151,7 +150,6 @@ def _memory(report: ReportData) -> dict[str, Any]:
         "chosen": report.chosen_stage,
         "most_of_stages": max((stage.bytes for stage in report.activations), default=0) or 1,
         "stage_words": STAGES,
-        "layout_words": {**LAYOUTS, "-": "whole on each rank"},
     }
 
 

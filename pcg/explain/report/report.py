@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill
@@ -9,6 +10,7 @@ from typing import Any
 
 from pcg.explain.report.report_data import (
     HEADS,
+    IN_PARTS,
     KINDS,
     LAYOUTS,
     STAGES,
@@ -35,10 +37,10 @@ def parallel_lines(parallel: Mapping[str, Any], candidates: bool) -> list[str]:
         if several:
             lines.append(f"  {block}")
         rows = [row for row in parallel["base"] if row["block"] == block]
-        for layout, called in LAYOUTS.items():
-            names = [_module(row["weight"]) for row in rows if row["layout"] == layout]
-            if names:
-                lines.append(f"  {called:<16} {', '.join(names)}")
+        for held in (*LAYOUTS.values(), IN_PARTS):
+            names = [_module(row["weight"]) for row in rows if row["held"] == held]
+            if names and held != LAYOUTS["-"]:
+                lines.append(f"  {held:<16} {', '.join(names)}")
         for site in (row for row in parallel["bypass"] if row["block"] == block):
             lines += _site_lines(site, candidates)
         lines += [
@@ -149,7 +151,9 @@ def _region_line(row: Mapping[str, Any]) -> str:
 
 
 def _module(path: str) -> str:
-    return path.removesuffix(".weight").removesuffix(".T").rpartition(".")[2]
+    """Return the last name of a path, that of the module for a weight, and both for a bias."""
+    module, _, name = re.sub(r"\.(weight|T)(?=[._]|$)", "", path).rpartition(".")
+    return f"{module.rpartition('.')[2]}.{name}" if name.startswith("bias") else name
 
 
 def _count(messages: int) -> str:

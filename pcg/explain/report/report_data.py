@@ -41,8 +41,13 @@ LAYOUTS = {
     "~-3": "expert-parallel",
     "~-3|-2": "experts' columns",
     "~-3|-1": "experts' rows",
+    "+": "on one rank",
+    "~-3+": "experts, once",
+    "-": "whole",
 }
-"""The layouts of weights over ranks, in words."""
+"""The layouts of matrices over ranks, in words; a summand is a bias of a sum over ranks."""
+IN_PARTS = "in parts"
+"""The word for other weights of which ranks hold parts: vectors of columns, heads or channels."""
 
 
 @dataclass(frozen=True)
