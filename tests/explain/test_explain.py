@@ -196,7 +196,7 @@ def test_a_mixture_of_experts_says_what_it_counts():
 
 def test_vectors_over_ranks_are_named_as_they_are_held():
     """Ranks hold parts of some biases and of sinks; a bias of a sum over ranks is on the first."""
-    report = pcg.explain(default_config("gpt_oss", 1), None, tp=2)
+    report = pcg.explain(default_config("gpt_oss", 1), "lora", tp=2)
     found = {line[2:19].strip(): line[19:] for line in report.to_text().splitlines()}
     assert found["row-parallel"] == "o_proj, down_proj"
     assert found["in parts"] == "q_proj.bias, k_proj.bias, v_proj.bias, sinks"
