@@ -332,18 +332,25 @@ def graph_costs(
         return GraphCosts(model, degree, serving, host_bytes_per_s=host_bytes_per_s)
     plan = training.plan
     layers = [plan.plans[index] for index in plan.layers]
+    ends = (
+        (training.prologue, training.prologue_trained),
+        (training.epilogue, training.epilogue_trained),
+    )
     return GraphCosts(
         model,
         degree,
         serving,
         [layer.backward for layer in layers],
         training.epilogue,
-        sum(_trained(layer.backward, layer.trained) for layer in layers),
+        sum(_trained(*pair) for pair in (*ends, *((p.backward, p.trained) for p in layers))),
+        prologue=training.prologue,
         host_bytes_per_s=host_bytes_per_s,
     )
 
 
 def _trained(backward: Graph | None, names: Sequence[str]) -> int:
+    """Return the count of numbers that a graph trains; their gradients are its last outputs."""
     if backward is None:
         return 0
-    return sum(int(backward.types[name].elements) for name in backward.outputs[-len(names) :])
+    gradients = backward.outputs[len(backward.outputs) - len(names) :]
+    return sum(int(backward.types[name].elements) for name in gradients)

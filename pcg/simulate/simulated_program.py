@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pcg.errors import CostModelError, OutOfMemoryError
-from pcg.explain.planned_model import graph_costs
+from pcg.explain.planned_model import graph_costs, shaped_adapters
 from pcg.explain.step_memory import bytes_at
 from pcg.ir.analysis.storages import SEQUENCES
 from pcg.ir.graph import Graph
@@ -48,7 +48,7 @@ class SimulatedProgram:
         page_bytes: the bytes of a page on a rank.
         pages: the pages that fit in addition to weights, trained parameters, and values that
             finetuning saves for backward.
-        shapes: (out, in) of the adapted linear modules, of all layers.
+        rank_elements: the numbers of an adapter of rank 1, on all ranks together.
         element_bytes: the bytes of an element of the served adapter copies.
     """
 
@@ -58,7 +58,7 @@ class SimulatedProgram:
     costs: GraphCosts
     page_bytes: int
     pages: int
-    shapes: tuple[tuple[int, int], ...]
+    rank_elements: int
     element_bytes: int
 
     def latencies(self) -> Latencies:
@@ -72,7 +72,7 @@ class SimulatedProgram:
 
     def adapter(self, name: str, rank: int) -> SimulatedAdapter:
         """Return a LoRA adapter in the base's precision; each rank holds an equal share of it."""
-        size = sum(self.element_bytes * rank * (out + in_) for out, in_ in self.shapes)
+        size = self.element_bytes * rank * self.rank_elements
         return SimulatedAdapter(name, -(-size // self.tp), rank)
 
     def engine(
@@ -152,6 +152,7 @@ def simulated_program(
     weights = sum(_weights(graph) for graph in (serving.prologue, serving.epilogue))
     weights += sum(_weights(serving.blocks[index]) for index in serving.layers)
     page_bytes = bytes_of_page(kv_types(serving))
+    (adapter,) = shaped_adapters(base.model, {source.name: recipe}, model_type)
     steps = graph_costs(costs, tp, serving, graphs.training, host_bytes_per_s=host_bytes_per_s)
     needed = weights + saved_bytes + _STATE_BYTES * steps.trained
     free = int(USED_MEMORY * memory_bytes) - needed
@@ -167,7 +168,7 @@ def simulated_program(
         steps,
         page_bytes,
         free // page_bytes,
-        tuple(_adapted(base.model, bypasses(base.model).at)),
+        sum(tensor.numel() for tensor in adapter.tensors) // rank,
         DTYPE_BYTES[base.model.dtype],
     )
 
@@ -197,9 +198,3 @@ def _saved_bytes(trained: TrainedModel, options: PlanOptions) -> int:
 
 def _weights(graph: Graph) -> int:
     return sum(int(p.type.size_bytes) for p in graph.parameters if p.role == "frozen")
-
-
-def _adapted(base: ModelGraph, adapted: Iterable[str]) -> Iterable[tuple[int, int]]:
-    """Yield (out, in) of the modules at some sites, in all layers."""
-    shapes, sites = base.linear_modules(), set(adapted)
-    yield from (shapes[path] for path, (site, _) in base.linear_places().items() if site in sites)

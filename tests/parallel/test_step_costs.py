@@ -149,3 +149,18 @@ def test_graphs_cost_on_another_device_what_they_do_there() -> None:
     assert moved.backward_seconds(3, shape) == h100.backward_seconds(3, shape)
     assert moved.update_seconds() == h100.update_seconds()
     assert moved.step_seconds(shape) < program().costs.step_seconds(shape)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_outside_the_layers_take_memory_and_time(target: str) -> None:
+    config = resolve(MODEL).config
+    size = config["vocab_size"] + config["hidden_size"]
+    adapted = simulated_program(MODEL, "A100-80", targets=[target], finetuning_tokens=64)
+    assert adapted.costs.trained == 16 * size
+    assert adapted.adapter("a", 8).size_bytes == 2 * 8 * size
+    trains = StepShape.of([SequenceChunk(64, 0, is_trained=True, adapter=0, rank=16)])
+    first, second = (adapted.costs.backward_seconds(layer, trains) for layer in (0, 1))
+    if target == "embed_tokens":
+        base = StepShape.of([SequenceChunk(64, 0)])
+        assert adapted.costs.step_seconds(trains) > adapted.costs.step_seconds(base)
+        assert first > second

@@ -170,7 +170,7 @@ class StepCosts(Protocol):
         """Return the seconds of the loss of this many tokens, with its gradient."""
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        """Return the seconds of a layer's backward of a window."""
+        """Return the seconds of a layer's backward of a window; the first has the prologue's."""
 
     def update_seconds(self) -> float:
         """Return the seconds of an optimizer's update."""
@@ -187,6 +187,7 @@ class GraphCosts:
         backward: each layer's backward; empty without training.
         loss: graph of the loss and its gradient; None without training.
         trained: count of numbers that an optimizer updates on the rank, also an attribute.
+        prologue: the prologue's backward; None if it has no trained parameters.
         host_bytes_per_s: bandwidth of copies from the host's memory.
     Raises:
         CostModelError: an operator has no cost.
@@ -201,6 +202,7 @@ class GraphCosts:
         loss: Graph | None = None,
         trained: int = 0,
         *,
+        prologue: Graph | None = None,
         host_bytes_per_s: float,
     ) -> None:
         self.layers = len(serving.layers)
@@ -218,6 +220,7 @@ class GraphCosts:
         self._head = seconds_of(serving.epilogue)
         self._loss = None if loss is None else seconds_of(loss)
         self._backward = [None if graph is None else seconds_of(graph) for graph in backward]
+        self._first = None if prologue is None else seconds_of(prologue)
         self.trained = trained
         self._update_s = model.work_seconds(_update(trained)) if trained else 0.0
         self._host_bytes_per_s = host_bytes_per_s
@@ -237,6 +240,7 @@ class GraphCosts:
         costs._head = moved(self._head)
         costs._loss = None if self._loss is None else moved(self._loss)
         costs._backward = [None if graph is None else moved(graph) for graph in self._backward]
+        costs._first = None if self._first is None else moved(self._first)
         costs._update_s = model.work_seconds(_update(self.trained)) if self.trained else 0.0
         return costs
 
@@ -257,8 +261,8 @@ class GraphCosts:
         return self._loss.seconds(StepShape(tokens))
 
     def backward_seconds(self, layer: int, shape: StepShape) -> float:
-        graph = self._backward[layer]
-        return 0.0 if graph is None else graph.seconds(shape)
+        graphs = (self._backward[layer], self._first if layer == 0 else None)
+        return sum((graph.seconds(shape) for graph in graphs if graph is not None), 0.0)
 
     def update_seconds(self) -> float:
         return self._update_s
