@@ -23,10 +23,10 @@ from pcg.parallel.search import Search
 from pcg.peft.lora import LoraConfig
 from pcg.peft.registry import recipe_from
 from pcg.runtime.executor import Executor
-from pcg.runtime.model.weights import Checkpoint
+from pcg.runtime.model.weights import Checkpoint, StateDictCheckpoint
 from pcg.runtime.training.runner import TrainingPass
 from pcg.source import resolve
-from tests.support import oracle
+from tests.support import meshes, oracle
 from tests.support.families import BY_NAME
 from tests.support.held import seeded
 from tests.support.interpreter import bf16
@@ -250,3 +250,34 @@ def test_lora_held_in_every_way(a: Layout, b: Layout, monkeypatch: pytest.Monkey
     for found in run_ranks(2, lambda ranks: act(make_executor(program, "llama3", ranks))):
         for x, y in zip(found, one, strict=True):
             assert (x - y).norm() < 1e-5 * y.norm()
+
+
+def test_norms_of_experts_outputs() -> None:
+    """Mixtral with a norm between the experts' products and their sum: a rank norms its rows."""
+    model = oracle.random_model(BY_NAME["mixtral"].config(1))
+    for layer in model.model.layers:
+        layer.mlp.experts.has_post_expert_norm = True
+        layer.mlp.experts.post_expert_norm = norm = torch.nn.LayerNorm(model.config.hidden_size)
+        fill([norm.weight.data, norm.bias.data])
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    recipe = {"peft_type": "LORA", "r": 2, "target_modules": [], "target_parameters": parameters}
+    options: Any = {"dtype": "float32", "batch": 2, "seq": 16}
+    alone, over_ranks = (
+        compiler.compile_program(model, recipe, **options, **ranks)
+        for ranks in ({}, {"tp": 2, "ep": 2})
+    )
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def run(ranks: ThreadRanks | None = None) -> tuple[Tensor, meshes.Trained]:
+        program, mesh = (alone, []) if ranks is None else (over_ranks, [tp_mesh(ranks)])
+        weights = StateDictCheckpoint(state, program.base_prefix)
+        executor = compiler.make_executor(program, weights, {"a": recipe}, None, "cpu", *mesh)
+        return executor.logits([SEQUENCES[0]])[0], meshes.train(executor)
+
+    _, trained = run()
+    model.config._experts_implementation = "batched_mm"
+    with torch.no_grad():
+        expected = model(torch.tensor([SEQUENCES[0]])).logits[0]
+    for logits, found in run_ranks(2, run):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        meshes.check_close(found, trained)
