@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +30,10 @@ _LONGEST = 2000
 
 @dataclass
 class Counts:
-    """Counts over the rows, the first examples and the faults."""
+    """Counts over the rows, the examples of the first rows, and the faults.
+
+    Rows without a token to learn are counted, and have no examples.
+    """
 
     format: str = ""
     rows: int = 0
@@ -39,7 +42,7 @@ class Counts:
     truncated: int = 0
     without_target: int = 0
     duplicates: int = 0
-    shown: list[tuple[str, Example]] = field(default_factory=list)
+    shown: list[tuple[str, list[Example]]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
@@ -55,7 +58,10 @@ def show_command(
             metavar="MODEL",
         ),
     ],
-    reading: Annotated[Given[DataOptions], Only(("data_format", "columns"))],
+    reading: Annotated[
+        Given[DataOptions],
+        Only(("data_format", "columns", "chat_template", "chat_template_kwargs")),
+    ],
     max_length: Annotated[
         int | None, typer.Option(help="Count rows of more tokens, which training cuts.", min=2)
     ] = None,
@@ -71,11 +77,16 @@ def show_command(
 
     tokenizer = Tokenizer.of(model)
     with busy("reading"):
-        values = reading.values
+        given = reading.make()
         options = ReadOptions(
-            format=values.get("data_format", "auto"), columns=values.get("columns", {})
+            max_length,
+            given.data_format,
+            empty="drop",
+            template=given.template(),
+            variables=given.variables(),
+            columns=given.columns or {},
         )
-        counts = _read(data, tokenizer, options, max_length, examples)
+        counts = _read(data, tokenizer, options, examples)
     if json:
         print_json(_summary(counts))
     else:
@@ -85,59 +96,63 @@ def show_command(
 
 
 def _read(
-    data: Sequence[Path],
-    tokenizer: Tokenizer,
-    options: ReadOptions,
-    max_length: int | None,
-    examples: int,
+    data: Sequence[Path], tokenizer: Tokenizer, options: ReadOptions, examples: int
 ) -> Counts:
     counts, seen = Counts(), set()
-    for where, read in _examples(data, tokenizer, options, counts):
+    for where, read in _rows(data, tokenizer, options, counts):
         counts.rows += 1
         if isinstance(read, DataError):
             counts.faults.append(str(read))
             continue
-        example = read if max_length is None else read.cut(max_length)
-        counts.truncated += len(example.ids) < len(read.ids)
-        counts.without_target += not example.targets
-        counts.lengths.append(len(example.ids))
-        counts.learned += example.targets
-        key = hash((tuple(read.ids), tuple(read.labels)))
+        if not read:
+            continue
+        counts.lengths += [len(example.ids) for example in read]
+        counts.learned += sum(example.targets for example in read)
+        key = hash(tuple((*example.ids, *example.labels) for example in read))
         counts.duplicates += key in seen
         seen.add(key)
         if len(counts.shown) < examples:
-            counts.shown.append((where, example))
+            counts.shown.append((where, read))
     return counts
 
 
-def _examples(
+def _rows(
     data: Sequence[Path], tokenizer: Tokenizer, options: ReadOptions, counts: Counts
-) -> Iterator[tuple[str, Example | DataError]]:
-    """Yield each row's example, or its fault; a file that cannot be read further ends all."""
-    from pcg.runtime.data.dataset import ExampleReader, converted, tokenize
-    from pcg.runtime.data.formats import FORMATS, detect, parse
+) -> Iterator[tuple[str, list[Example] | DataError]]:
+    """Yield each row's examples, or its fault; a file that cannot be read further ends all."""
+    from pcg.runtime.data.dataset import ExampleReader, converted, kind_of_rows
     from pcg.runtime.data.sources import gather, holds_documents, read_rows
 
-    gathered, chosen = gather(list(data)), FORMATS.get(options.format)
+    gathered = gather(list(data))
+    reader = ExampleReader(gathered, tokenizer, options)
     try:
         if holds_documents(gathered):
-            counts.format = "document"
-            for example, where in ExampleReader(gathered, tokenizer, options):
-                yield where, example
+            yield from ((where, [example]) for example, where in reader)
             return
         for row in read_rows(gathered):
             try:
-                value = converted(row.value, row.where, options.columns)
-                chosen = chosen or detect(value, row.where)
-                counts.format = chosen.name
-                sample = parse(chosen, value, row.where)
-                yield row.where, tokenize(sample, tokenizer, row.where)
+                if not reader.format and options.format == "auto":
+                    value = converted(row.value, row.where, options.columns)
+                    rows = kind_of_rows(value)
+                    reader = ExampleReader(gathered, tokenizer, replace(options, rows=rows))
+                yield row.where, [example for example, _ in reader.examples([row])]
             except DataError as error:
                 yield row.where, error
     except DataError as error:
         if not counts.rows:  # nothing could be read
             raise
         yield "", DataError(f"{error}; rows behind it were not read")
+    finally:
+        counts.format = reader.format
+        counts.truncated, counts.without_target = reader.truncated, reader.dropped
+
+
+def _named(examples: Sequence[Example]) -> Iterator[tuple[str, Example]]:
+    """Yield the examples of a row with their parts in a preference; empty for other rows."""
+    if len(examples) == 2:
+        yield from zip(("chosen", "rejected"), examples, strict=True)
+        return
+    yield from (("" if one.is_desirable else "undesirable", one) for one in examples)
 
 
 def _summary(counts: Counts) -> dict[str, Any]:
@@ -152,17 +167,20 @@ def _summary(counts: Counts) -> dict[str, Any]:
         "duplicates": counts.duplicates,
         "faults": counts.faults,
         "examples": [
-            {"where": where, "ids": list(example.ids), "labels": list(example.labels)}
-            for where, example in counts.shown
+            {"where": where, "part": part, "ids": [*example.ids], "labels": [*example.labels]}
+            for where, read in counts.shown
+            for part, example in _named(read)
         ],
     }
 
 
 def _print(counts: Counts, tokenizer: Tokenizer, max_length: int | None) -> None:
     console = out()
-    for where, example in counts.shown:
-        title = f"── {where} · {counted(len(example.ids), 'token')}, {example.targets:,} learned ──"
-        console.print(title, style="bold cyan", soft_wrap=True)
+    shown = [(where, *named) for where, read in counts.shown for named in _named(read)]
+    for where, part, example in shown:
+        size = f"{counted(len(example.ids), 'token')}, {example.targets:,} learned"
+        title = " · ".join(filter(None, (where, part, size)))
+        console.print(f"── {title} ──", style="bold cyan", soft_wrap=True)
         for is_learned, text in _parts(example, tokenizer):
             if console.is_terminal:
                 console.print(text, style="green" if is_learned else "dim", end="", soft_wrap=True)

@@ -23,6 +23,8 @@ from pcg.errors import DataError, GenerationError, PcgError
 from pcg.runtime.data.example import IGNORED, Example, ModelSizes
 from pcg.runtime.data.formats import (
     FORMATS,
+    OPENAI_OUTPUTS,
+    TRL_OUTPUTS,
     ChatSample,
     FormattingFunc,
     Sample,
@@ -378,6 +380,16 @@ class ExampleReader:
             for start in starts:
                 ids = whole.ids[start : start + size]
                 yield Example(ids, list(ids)), f"{row.where} from token {start}"
+
+
+def kind_of_rows(value: Any) -> RowKind:
+    """Return the kind of rows that the first row has; a row with another format is a sample."""
+    filled = {k for k, v in value.items() if v is not None} if isinstance(value, Mapping) else set()
+    if any(filled >= {*format.keys} for format in FORMATS.values()):
+        is_labelled = "prompt" in filled and "label" in filled and value["label"] in (True, False)
+        return "labelled" if is_labelled else "samples"
+    is_pair = any(filled.issuperset(outputs) for outputs in (TRL_OUTPUTS, OPENAI_OUTPUTS))
+    return "pairs" if is_pair else "samples"
 
 
 def converted(

@@ -203,7 +203,7 @@ def detect(value: Any, where: str) -> Format:
         for format in FORMATS.values():
             if keys >= {*format.keys}:
                 return format
-    for outputs in (_TRL, _OPENAI):
+    for outputs in (TRL_OUTPUTS, OPENAI_OUTPUTS):
         if filled.issuperset(outputs):
             have = " and ".join(map(repr, outputs))
             raise DataError(f"{where}: a row with {have} is a preference; train by pcg train dpo")
@@ -561,8 +561,8 @@ def take_label(row: Any, where: str) -> tuple[Mapping[str, Any], bool]:
 
 Pair = tuple[Sample, Sample]
 """The preferred sample, and the other sample."""
-_OPENAI = ("preferred_output", "non_preferred_output")
-_TRL = ("chosen", "rejected")
+OPENAI_OUTPUTS = ("preferred_output", "non_preferred_output")
+TRL_OUTPUTS = ("chosen", "rejected")
 
 _KNOWN = (
     "'chosen' and 'rejected' with or without 'prompt', or 'input', 'preferred_output' and "
@@ -578,10 +578,10 @@ def parse_pair(value: Any, where: str) -> Pair:
     """
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: the row is {kind_of(value)}; expected an object with {_KNOWN}")
-    by_openai = any(value.get(key) is not None for key in _OPENAI)
+    by_openai = any(value.get(key) is not None for key in OPENAI_OUTPUTS)
     if by_openai and value.get("chosen") is None:
         return _openai(value, where)
-    for key in _TRL:
+    for key in TRL_OUTPUTS:
         if key not in value:
             have = ", ".join(map(repr, value)) or "no keys"
             raise DataError(f"{where}: missing key {key!r} (has {have}); use {_KNOWN}")
@@ -589,8 +589,8 @@ def parse_pair(value: Any, where: str) -> Pair:
 
 
 def _openai(row: Mapping[str, Any], where: str) -> Pair:
-    check_columns(row, _OPENAI, where, "preference")
-    for key in ("input", *_OPENAI):
+    check_columns(row, OPENAI_OUTPUTS, where, "preference")
+    for key in ("input", *OPENAI_OUTPUTS):
         if key not in row:
             raise DataError(f"{where}: missing key {key!r}; use {_KNOWN}")
     asked = row["input"]
@@ -598,7 +598,7 @@ def _openai(row: Mapping[str, Any], where: str) -> Pair:
         raise DataError(f"{where}: 'input' is {kind_of(asked)}; expected an object with 'messages'")
     before = _messages(asked["messages"], "'input.messages'", where)
     outputs = []
-    for key in _OPENAI:
+    for key in OPENAI_OUTPUTS:
         output = _messages(row[key], repr(key), where)
         for index, message in enumerate(output):
             if message["role"] not in ("assistant", "tool"):
@@ -626,7 +626,7 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
         )  # fmt: skip
         raise DataError(f"{where}: {named}; give texts, or lists of messages")
     of_chats = () if isinstance(chosen, str) else OF_CHATS
-    check_columns(row, (*_TRL, *of_chats), where, "preference")
+    check_columns(row, (*TRL_OUTPUTS, *of_chats), where, "preference")
     if isinstance(chosen, str):
         if prompt is None:
             start = _alike(chosen, rejected)
@@ -638,7 +638,7 @@ def _trl(row: Mapping[str, Any], where: str) -> Pair:
     before = [] if prompt is None else _messages(prompt, "'prompt'", where)
     outputs = [
         _messages(item, repr(key), where)
-        for key, item in zip(_TRL, (chosen, rejected), strict=True)
+        for key, item in zip(TRL_OUTPUTS, (chosen, rejected), strict=True)
     ]
     if prompt is None:
         before = outputs[0][: _alike(*outputs)]
