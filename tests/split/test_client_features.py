@@ -16,7 +16,7 @@ from pcg.runtime.admission.fair_share import FairShare
 from pcg.runtime.data.example import Example
 from pcg.runtime.executor import Executor
 from pcg.split.client.connect import SplitExecutor
-from tests.support import compiled, oracle
+from tests.support import compiled, oracle, tiny_llama
 from tests.support.families import BY_NAME
 from tests.support.prompts import TOLERANCE, prompts
 from tests.support.split_base import running_base
@@ -86,6 +86,21 @@ def test_a_copy_of_the_bases_head_is_refused_with_the_fix(pair):
     peft = {"peft_type": "LORA", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     with pytest.raises(UnsupportedError, match=r"has lm_head.weight, .* load a saved adapter"):
         pair.split.finetune(ROWS, adapter="x", peft=peft, **JOB)
+
+
+def test_a_classifiers_adapter_is_made_beside_the_weights(tmp_path):
+    """Its head cannot be left out of a new adapter at a client, who is told what to do."""
+    whole = pcg.compile(tiny_llama.save(tmp_path / "base"), labels=("ham", "spam"), device="cpu")
+    with running_base(whole) as base, base.connect() as split:
+        with pytest.raises(
+            UnsupportedError, match=r"has score\.weight, .*; save one of an executor"
+        ):
+            split.add_adapter("new", "lora")
+        whole.add_adapter("new", "lora", seed=1)
+        whole.save_adapter("new", tmp_path / "new")
+        split.add_adapter("new", tmp_path / "new")
+        found, expected = (one.logits([[1, 2, 3]], "new")[0] for one in (split, whole))
+        torch.testing.assert_close(found, expected)
 
 
 def test_generation_has_all_that_it_has(pair):

@@ -531,9 +531,14 @@ def replaced_of_base(adapter: Adapter, weights: WeightStore) -> dict[str, Tensor
     replaced = {name: weights.whole(*of_base) for name, of_base in stored.items()}
     remote = next((name for name, tensor in replaced.items() if tensor.is_meta), None)
     if remote is not None:
+        fix = "load a saved adapter, or leave it out of modules_to_save"
+        if is_classifier(weights._program.config):  # whose head every adapter replaces
+            fix = (
+                "save one of an executor with the weights (add_adapter, save_adapter), and load it"
+            )
         raise UnsupportedError(
             f"modules_to_save has {remote}, which the base's process keeps, so that a new adapter "
-            "cannot begin with a copy; load a saved adapter, or leave it out of modules_to_save"
+            f"cannot begin with a copy; {fix}"
         )
     return {name: tensor.clone() for name, tensor in replaced.items()}
 
