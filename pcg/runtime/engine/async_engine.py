@@ -27,7 +27,6 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -60,6 +59,7 @@ from pcg.runtime.engine.running_job import RunningJob, RunningJobs
 from pcg.runtime.engine.scheduling.guest_work import GuestWork
 from pcg.runtime.engine.scheduling.jobs import Job
 from pcg.runtime.engine.streams import Call, Calls, StreamMaker, Streams
+from pcg.runtime.engine.thread_switching import switching_every
 from pcg.runtime.engine.trainers import AsyncTrainer, Trainers
 from pcg.runtime.metrics.events import Kind
 from pcg.runtime.metrics.status import (
@@ -559,13 +559,12 @@ class AsyncEngine:
 
     def _serve(self) -> EngineError:
         """Run calls and steps until the end; return the reason of the end."""
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, interval_s))
         ended = EngineError("the engine was closed; start it again")
         self.engine.meanwhile = self._deliver
         try:
-            while not self._closing:
-                self._go_round()
+            with switching_every(_SWITCH_S):
+                while not self._closing:
+                    self._go_round()
             self._streams.cancel_all()
             self.trainers.cancel_all()
             self._jobs.cancel_all()
@@ -577,7 +576,6 @@ class AsyncEngine:
         self.engine.meanwhile = None
         with contextlib.suppress(Exception):
             self._deliver()
-        sys.setswitchinterval(interval_s)
         return ended
 
     def _go_round(self) -> None:

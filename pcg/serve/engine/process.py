@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -34,6 +33,7 @@ from pcg.errors import DrainingError, EngineError, PcgError
 from pcg.runtime.adapters.cache import ServedAdapter
 from pcg.runtime.adapters.versions import AdapterVersion, VersionName
 from pcg.runtime.engine.commands import Close, Command, settled
+from pcg.runtime.engine.thread_switching import switching_every
 from pcg.runtime.executor import Executor
 from pcg.runtime.metrics.status import EngineState, Health
 from pcg.runtime.requests.plain import PlainRequest
@@ -300,12 +300,10 @@ class ProcessClient:
         """Receive the engine's messages on the running event loop within a `with`."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.add_reader(self._channel.fileno(), self._hear)
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, interval_s))
         try:
-            yield
+            with switching_every(_SWITCH_S):
+                yield
         finally:
-            sys.setswitchinterval(interval_s)
             self._loop.remove_reader(self._channel.fileno())
             self._flush()
             self._loop = None

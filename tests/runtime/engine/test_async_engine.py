@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -101,6 +102,18 @@ def test_streams_are_read_by_threads_and_coroutines_beside_a_job() -> None:
         streams = submitted(async_engine)
         assert [[chunk.token_id for chunk in stream] for stream in streams] == wanted
         assert [list(stream.wait().token_ids) for stream in streams] == wanted
+
+
+def test_the_last_of_two_engines_restores_the_switch_interval() -> None:
+    before, found = sys.getswitchinterval(), []
+    engines = [make_engine(make_executor()).start() for _ in range(2)]
+    for engine in engines:
+        engine.submit([1, 2], max_new_tokens=1).wait()
+    for engine in engines:
+        found.append(sys.getswitchinterval())
+        engine.close()
+    assert found == pytest.approx([2e-5, 2e-5])
+    assert sys.getswitchinterval() == before
 
 
 def test_what_is_refused() -> None:
