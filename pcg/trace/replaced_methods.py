@@ -145,6 +145,19 @@ def _doge_attention(
     return module.o_proj(out.flatten(2)), None
 
 
+def _phimoe_rotary(
+    module: Any, x: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Phi-3.5-MoE's LongRoPE with its short factors and their scale, up to `short_positions`."""
+    rope = module.config.rope_parameters
+    if "short_factor" not in rope:
+        return type(module).forward(module, x, position_ids)  # type: ignore[no-any-return]
+    frequencies, _ = module.rope_init_fn(module.config)
+    angles = position_ids[..., None].float() * frequencies.to(device=x.device, dtype=torch.float)
+    angles, scale = torch.cat((angles, angles), dim=-1), rope["short_mscale"]
+    return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+
+
 # ------------------------------------------------------------------------------------- recurrences
 
 
@@ -277,6 +290,7 @@ _METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "JetMoeMoE": {"forward": _jetmoe_experts},
     "Llama4TextMoe": {"forward": _llama4_experts},
     "MiniMaxLightningAttention": {"forward": _lightning_attention},
+    "PhimoeRotaryEmbedding": {"forward": _phimoe_rotary},
     "RecurrentGemmaRecurrentBlock": {"forward": _griffin_block},
     "RecurrentGemmaRglru": {"forward": _real_gated_unit},
     "XmodOutput": {"lang_adapter": _language_adapter},

@@ -449,7 +449,8 @@ def test_layers_mix_plans() -> None:
     assert all(a < b for a, b in itertools.pairwise(ratios))
 
 
-def test_longrope_up_to_the_positions_of_its_short_factors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_longrope_up_to_the_positions_of_its_short_factors(kind: str, tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -457,7 +458,9 @@ def test_longrope_up_to_the_positions_of_its_short_factors(tmp_path: Path) -> No
         "long_factor": [2.0] * 8,
         "original_max_position_embeddings": 32,
     }
-    fields = {"rope_scaling": rope, "original_max_position_embeddings": 32}
+    if kind == "phimoe":
+        rope |= {"short_mscale": 1.2, "long_mscale": 1.3}
+    fields = {"rope_scaling": rope, "original_max_position_embeddings": 32, "model_type": kind}
     base = oracle.random_model(BY_NAME["phi3"].config(2, **fields))
     oracle.save_model(base, tmp_path)
     executor = compiler.compile(str(tmp_path))
