@@ -125,8 +125,10 @@ def new_adapter(
     """
     linear = tuple(filter(is_module, module_shapes))
     bypasses = recipe.bypasses(linear, output_layer, model_type)
-    if WHOLE_MODEL in bypasses and WHOLE_MODEL not in module_shapes:
-        raise AdapterError(f"this base has no token embedding for {recipe.method}; use LoRA")
+    missing = min(bypasses.keys() - module_shapes.keys(), default=None)
+    if missing is not None:
+        what = "token embedding" if missing == WHOLE_MODEL else f"attention in {missing}"
+        raise AdapterError(f"this base has no {what} for {recipe.method}; use LoRA")
     kind, shapes = recipe.weights, [module_shapes[path] for path in bypasses]
     shared = kind.fresh_shared(recipe, shapes)
     resolved = recipe.resolved(linear, output_layer, model_type)

@@ -20,7 +20,7 @@ import torch
 
 import pcg
 import pcg.compiler as compiler
-from pcg.errors import UnsupportedError
+from pcg.errors import AdapterError, UnsupportedError
 from pcg.ir.types import DTYPE_BYTES
 from pcg.ranks.mesh import MeshSizes, RankMesh
 from pcg.runtime.admission.limits import Limits
@@ -284,6 +284,9 @@ def test_ranks(name: str, sizes: MeshSizes) -> None:
 def test_prefix_tuning_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="prefix tuning over layers with recurrent state"):
         pcg.explain(BY_NAME["lfm2"].config(2), "prefix")
+    executor = make_executor(make_program("lfm2", 1), "lfm2")
+    with pytest.raises(AdapterError, match=r"no attention in layers.0 for prefix tuning; use LoRA"):
+        executor.add_adapter("p", "prefix")
 
 
 def test_ranks_that_share_sequences_are_refused() -> None:
