@@ -310,6 +310,19 @@ _OLD_MODULES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(_LIKE_QWEN, _OF_QWEN),
 }
 """model_type -> names of experts' and routers' modules, and the parameters that they became."""
+SAVED_MODULES: Mapping[str, Mapping[str, str]] = {
+    **_OLD_MODULES,
+    **dict.fromkeys(("kimi_linear", "lfm2_moe", "minimax_m3_vl_text", "phimoe"), _OF_MIXTRAL),
+    **dict.fromkeys(
+        (
+            "axk1", "axk2", "bailing_hybrid", "flint", "hy_v3", "jamba", "kolibri1", "laguna",
+            "mimo_v2_flash", "qwen2_moe", "qwen3_5_moe_text", "sarvam_moe",
+        ),
+        _OF_QWEN,
+    ),
+    "nemotron_h": {"gate": "gate.weight", "up_proj": "experts.up_proj", "down_proj": "down_proj"},
+}
+"""The same for files with a module for each expert, of which peft reads fewer."""
 LORA_FIELDS: Mapping[str, OtherField] = {
     **OF_LAYERS,
     "alora_invocation_tokens": refused("activated LoRA"),
@@ -429,15 +442,24 @@ class LoraConfig(PatternedRecipe):
             )
         return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts, embeds)
 
-    def for_model(self, paths: Names, output_layer: str | None, model_type: str | None) -> Self:
+    def for_model(
+        self,
+        paths: Names,
+        output_layer: str | None,
+        model_type: str | None,
+        modules: Mapping[str, Mapping[str, str]] = _OLD_MODULES,
+    ) -> Self:
         """Return the recipe with the targets that peft gives it for a model.
 
         Names of experts' and routers' modules in old files become `target_parameters`, and so does
         "all-linear"; gate and up, which are one parameter, have the ranks of both (peft 0.21.2,
         `_convert_peft_config_moe`).
+
+        Args:
+            modules: the names of each model_type, and the parameters.
         """
         recipe = self.for_family(model_type)
-        names = _OLD_MODULES.get(model_type or "")
+        names = modules.get(model_type or "")
         targets = recipe.target_modules
         parameters_of = [each[0] for path in paths if (each := parameter_of(path)) is not None]
         if names is None or not parameters_of:
@@ -451,9 +473,9 @@ class LoraConfig(PatternedRecipe):
             targets = (*ends, *names)
         if not isinstance(targets, tuple):
             return recipe
-        modules = {*paths}  # A dense layer may have modules of these names, which a path names.
+        linear_modules = {*paths}  # A dense layer's may have these names, which a path names.
         parameters = {
-            name: None if name in modules else names.get(name.rpartition(".")[2])
+            name: None if name in linear_modules else names.get(name.rpartition(".")[2])
             for name in targets
         }
         fused = [name for name, parameter in parameters.items() if parameter == _GATE_AND_UP]

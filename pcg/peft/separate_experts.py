@@ -23,7 +23,7 @@ from pcg.errors import AdapterError
 from pcg.formats.registry import EXPERT_PARTS
 from pcg.ir.module_paths import parameter_of, parameter_path
 from pcg.peft.adapter import Adapter
-from pcg.peft.lora import LoraBypass, LoraConfig, LoraWeights
+from pcg.peft.lora import SAVED_MODULES, LoraBypass, LoraConfig, LoraWeights
 from pcg.peft.method import Shape
 from pcg.peft.weights import ModuleWeights
 
@@ -48,8 +48,9 @@ def with_joined_experts(
     recipe, paths = adapter.recipe, tuple(module_shapes)
     if not isinstance(recipe, LoraConfig):
         return adapter
-    joined = recipe.for_model(paths, output_layer, model_type)
     separate = {path for path in adapter.weights if _OF_EXPERT.fullmatch(path)}
+    modules = (SAVED_MODULES,) if separate else ()
+    joined = recipe.for_model(paths, output_layer, model_type, *modules)
     if joined == recipe and not separate:
         return adapter
     if joined.use_rslora and separate:
@@ -59,7 +60,7 @@ def with_joined_experts(
         )
     weights: dict[str, ModuleWeights] = {}
     for path, each in adapter.weights.items():
-        module = _renamed(path, renamings)
+        module = path if path in module_shapes else _renamed(path, renamings)
         router = parameter_path(f"{module}.weight", 1)
         weights[router if router in module_shapes else module] = each
     for path, shape in module_shapes.items():
@@ -71,8 +72,8 @@ def with_joined_experts(
     rest = [path for path in weights if _OF_EXPERT.fullmatch(path)]
     if rest:
         raise AdapterError(
-            f"{min(rest)} is none of the experts that pcg joins in a {model_type} model; load and "
-            "save the adapter with peft, which names them by target_parameters"
+            f"{min(rest)} is none of the experts that pcg joins in a {model_type} model; name "
+            "their parameters by target_parameters, as peft does, and save the weights of each"
         )
     return dataclasses.replace(adapter, recipe=_named(recipe, joined, weights), weights=weights)
 
