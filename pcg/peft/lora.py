@@ -323,6 +323,8 @@ SAVED_MODULES: Mapping[str, Mapping[str, str]] = {
     "nemotron_h": {"gate": "gate.weight", "up_proj": "experts.up_proj", "down_proj": "down_proj"},
 }
 """The same for files with a module for each expert, of which peft reads fewer."""
+_IN_OUT = ("llama4_text", "recurrent_gemma")
+"""Model types of parameters [E, in, out] whose modules lack `is_transposed`, which peft reads."""
 LORA_FIELDS: Mapping[str, OtherField] = {
     **OF_LAYERS,
     "alora_invocation_tokens": refused("activated LoRA"),
@@ -461,7 +463,14 @@ class LoraConfig(PatternedRecipe):
         recipe = self.for_family(model_type)
         names = modules.get(model_type or "")
         targets = recipe.target_modules
-        parameters_of = [each[0] for path in paths if (each := parameter_of(path)) is not None]
+        counts = dict(filter(None, map(parameter_of, paths)))
+        parameters_of = list(counts)
+        adapted = [name for name, experts in counts.items() if experts > 1 and recipe.adapts(name)]
+        if adapted and model_type in _IN_OUT:
+            raise AdapterError(
+                f"target_parameters includes {adapted[0]}, which {model_type} stores as [experts, "
+                "in, out] and peft adapts as [experts, out, in]; name linear modules and routers"
+            )
         if names is None or not parameters_of:
             return recipe
         if recipe.is_all_linear:
