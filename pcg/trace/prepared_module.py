@@ -51,6 +51,11 @@ def with_attention(
         yield
 
 
+_LAYER_INDICES = ("attn_layer_indices", "cross_attention_layers")
+"""Fields with indices of layers that a forward reads: Bamba's with attention, Mllama's for images.
+"""
+
+
 @contextlib.contextmanager
 def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[None]:
     """Keep only the `chosen` layers of the list at a module path."""
@@ -71,7 +76,7 @@ def with_layers(model: nn.Module, path: str, chosen: Sequence[int]) -> Iterator[
         for holder in (parent, *configs):
             undo.callback(_restore, vars(holder), dict(vars(holder)))
             for key, value in list(vars(holder).items()):
-                if key == "cross_attention_layers":  # Mllama's indices of layers for images
+                if key in _LAYER_INDICES:
                     vars(holder)[key] = [i for i, index in enumerate(chosen) if index in value]
                 elif isinstance(value, list | tuple) and len(value) == count:
                     vars(holder)[key] = type(value)(value[index] for index in chosen)
