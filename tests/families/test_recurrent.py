@@ -241,6 +241,14 @@ def test_memory_of_a_sequence(name: str) -> None:
     assert sizes == [batch * (32 * kv_bytes + formula) for batch in (1, 3)]
 
 
+def test_attention_behind_several_recurrent_layers() -> None:
+    """Bamba's configuration has the indices of its layers with attention, 9, 18 and 27 of 32."""
+    base = oracle.random_model(BY_NAME["bamba"].config(3, attn_layer_indices=[2]))
+    (sequence,) = prompts((9,))
+    found = compiled.executor(base).logits(sequence)
+    assert oracle.relative_error(found, oracle.logits(base, sequence)) < TOLERANCE
+
+
 def test_states_of_transformers_caches() -> None:
     """The states of Qwen3-Next's layers have the shapes of transformers' cache, but for its width.
 
