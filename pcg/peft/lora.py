@@ -305,6 +305,10 @@ _LIKE_QWEN = (
     "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "sarvam_mla",
     "solar_open",
 )  # fmt: skip
+_ALSO_LIKE_QWEN = (
+    "axk1", "axk2", "bailing_hybrid", "flint", "hy_v3", "jamba", "kolibri1", "laguna",
+    "mimo_v2_flash", "qwen2_moe", "qwen3_5_moe_text", "sarvam_moe",
+)  # fmt: skip
 _OLD_MODULES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _OF_MIXTRAL),
     **dict.fromkeys(_LIKE_QWEN, _OF_QWEN),
@@ -313,13 +317,7 @@ _OLD_MODULES: Mapping[str, Mapping[str, str]] = {
 SAVED_MODULES: Mapping[str, Mapping[str, str]] = {
     **_OLD_MODULES,
     **dict.fromkeys(("kimi_linear", "lfm2_moe", "minimax_m3_vl_text", "phimoe"), _OF_MIXTRAL),
-    **dict.fromkeys(
-        (
-            "axk1", "axk2", "bailing_hybrid", "flint", "hy_v3", "jamba", "kolibri1", "laguna",
-            "mimo_v2_flash", "qwen2_moe", "qwen3_5_moe_text", "sarvam_moe",
-        ),
-        _OF_QWEN,
-    ),
+    **dict.fromkeys(_ALSO_LIKE_QWEN, _OF_QWEN),
     "nemotron_h": {"gate": "gate.weight", "up_proj": "experts.up_proj", "down_proj": "down_proj"},
 }
 """The same for files with a module for each expert, of which peft reads fewer."""

@@ -145,7 +145,7 @@ SPELLINGS = {
     "lfm2_moe": ("feed_forward.experts", ("w1", "w3", "w2")),
 }
 OF_PEFT = ("qwen3_moe", "mixtral")
-"""Families whose files peft reads, too; it leaves out the others' dense layers, or their experts."""
+"""Families whose files peft reads, too; of the others it leaves out dense layers or experts."""
 RANK, SCALE = 3, 2.0
 
 
