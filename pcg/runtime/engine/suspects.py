@@ -6,7 +6,6 @@ is dropped, and the others continue: results of a step are kept only once the wh
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -41,19 +40,21 @@ class Suspects:
     """Requests and jobs that have to run by themselves, in turn."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Sequence | Job] = deque()
+        # The tokens that each had drawn before; a job has none.
+        self._waiting: dict[Sequence | Job, int] = {}
         self._broken: WeakKeyDictionary[ServedAdapter, str] = WeakKeyDictionary()
 
     @property
     def current(self) -> Sequence | Job | None:
         """The request or job that runs by itself now; None for none."""
-        while self._waiting and not _goes_on(self._waiting[0]):
-            self._waiting.popleft()
-        return self._waiting[0] if self._waiting else None
+        for over in [suspect for suspect in self._waiting if not _goes_on(suspect)]:
+            del self._waiting[over]
+        return next(iter(self._waiting), None)
 
     def add(self, ran: Iterable[Sequence | Job]) -> None:
         """Add the requests and jobs of a failed step."""
-        self._waiting.extend(suspect for suspect in ran if suspect not in self._waiting)
+        for suspect in ran:
+            self._waiting.setdefault(suspect, _drawn(suspect))
 
     def clear(self) -> None:
         """Remove all suspects."""
@@ -63,13 +64,13 @@ class Suspects:
         """Remove a suspect that ran by itself without an error, or had no room to run.
 
         Args:
-            has_tokens: True if tokens ran. A sequence stays a suspect until its prompt has ended.
+            has_tokens: True if tokens ran. A sequence stays a suspect until it has drawn a token.
         """
         if suspect is None or self.current is not suspect:
             return
-        is_within_prompt = isinstance(suspect, Sequence) and has_tokens and suspect.pending > 1
-        if not is_within_prompt:
-            self._waiting.popleft()
+        is_sequence = isinstance(suspect, Sequence)
+        if not (is_sequence and has_tokens and _drawn(suspect) == self._waiting[suspect]):
+            del self._waiting[suspect]
 
     def condemn(self, adapter: Adapter, error: Exception) -> None:
         """Refuse further requests of an adapter whose weights cannot be served."""
@@ -86,6 +87,10 @@ class Suspects:
         """Return the error that refuses a request of a failed adapter; None to accept it."""
         why = None if request.adapter is None else self._broken.get(request.adapter)
         return None if why is None else GenerationError(why)
+
+
+def _drawn(suspect: Sequence | Job) -> int:
+    return len(suspect.generated) if isinstance(suspect, Sequence) else 0
 
 
 def _goes_on(suspect: Sequence | Job) -> bool:

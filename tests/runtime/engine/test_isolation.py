@@ -10,6 +10,7 @@ import torch
 
 from pcg.errors import AdapterError, EngineError, FinetuneError, GenerationError, OutOfMemoryError
 from pcg.runtime.admission.limits import Limits
+from pcg.runtime.engine.device.step_runner import LaunchedStep, StepRunner
 from pcg.runtime.metrics.events import Event
 from pcg.runtime.metrics.status import JobState
 from pcg.runtime.requests.request import Chunk, Request
@@ -237,3 +238,24 @@ def test_a_batch_that_never_fits_fails_its_job() -> None:
     assert job.state is JobState.FAILED
     assert isinstance(job.error, OutOfMemoryError)
     assert "lower batch_size" in str(job.error)
+
+
+def test_an_error_of_some_steps_alone_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence whose prompt ends a token after a chunk does not run beside others untried."""
+    start = StepRunner.start
+
+    def fails(self: StepRunner, chunks: Any, windows: Any) -> LaunchedStep:
+        if all(count == 1 for _, count in chunks):
+            raise RuntimeError("only single tokens")
+        return start(self, chunks, windows)
+
+    monkeypatch.setattr(StepRunner, "start", fails)
+    executor = make_executor()
+    engine = make_engine(executor, 64, Limits(tokens=20))
+    for request in requests(executor, (20, 40, 20)):
+        engine.submit(request)
+    last: dict[int, Chunk] = {}
+    for _ in range(200):
+        last |= ends(engine.step())
+    assert engine.is_idle
+    assert [last[number].error is None for number in range(3)] == [True, False, True]
