@@ -16,9 +16,16 @@ import platform
 import re
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from pcg.errors import UnsupportedError
 from pcg.files import cache_folder
@@ -66,6 +73,71 @@ def load_optional(source: Path, purpose: str, *flags: str) -> ctypes.CDLL | None
             error,
         )
         return None
+
+
+class NativeFunction:
+    """A function of a library; it takes a struct of 8-byte numbers, and returns nothing.
+
+    Attributes:
+        address: of its code.
+    """
+
+    __slots__ = ("_function", "address")
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._function = library[name]
+        self._function.argtypes, self._function.restype = (ctypes.c_void_p,), None
+        self.address: int = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+    def __call__(self, *numbers: int, keeps: object = None) -> None:
+        """Call the function.
+
+        Args:
+            numbers: the struct's fields: integers, or `bits_of` floats.
+            keeps: has memory that the fields name and that no other owner keeps for later calls.
+        """
+        call = array("q", numbers)
+        self._function(call.buffer_info()[0])
+        if _LISTENER.hear is not None:
+            _LISTENER.hear(self, call, keeps)
+
+
+@cache
+def bits_of(number: float) -> int:
+    """Return an fp64 number as an integer of the same bits."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
+Hear: TypeAlias = Callable[[NativeFunction, "array[int]", object], None]
+"""Is told of a function, its struct, and what the call keeps."""
+
+
+class _Listener(threading.local):
+    hear: Hear | None = None
+
+
+_LISTENER = _Listener()
+
+
+@contextmanager
+def hearing(hear: Hear) -> Iterator[None]:
+    """Have a function told of this thread's native calls, after each, within a `with`."""
+    _LISTENER.hear = hear
+    try:
+        yield
+    finally:
+        _LISTENER.hear = None
+
+
+class NotRecordedError(Exception):
+    """A function does what a replay of its native calls would not repeat."""
+
+
+def check_unrecorded(numbers: str) -> None:
+    """Raise a NotRecordedError if this thread is recorded, as Python code reads numbers."""
+    if _LISTENER.hear is not None:
+        raise NotRecordedError(f"the host reads {numbers}")
 
 
 def _compiler() -> Path:

@@ -23,6 +23,11 @@ struct Bf16 {
 template <int N>
 using Count = std::integral_constant<int, N>;
 
+template <class T>
+inline T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 inline Floats load(const float* p) {
   Floats v;
   std::memcpy(&v, p, sizeof v);

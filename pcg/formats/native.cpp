@@ -53,11 +53,6 @@ struct Matrix {
   int64_t sums;                               // of the codes of a row, int32
 };
 
-template <class T>
-inline const T* at(int64_t address) {
-  return reinterpret_cast<const T*>(address);
-}
-
 inline float half(const uint8_t* p) {
   uint16_t bits;
   std::memcpy(&bits, p, sizeof bits);
@@ -218,22 +213,22 @@ inline __m512 fp8(const uint8_t* p, __mmask16 lanes) {
 // A scale of nf4, fp4, mxfp4 or nvfp4.
 inline float scale_of_block(const Matrix& m, int64_t row, int64_t block) {
   const int64_t place = row * m.groups + block;
-  if (!m.scale_values) return at<float>(m.scales)[place];
-  float scale = at<float>(m.scale_values)[at<uint8_t>(m.scales)[place]];
+  if (!m.scale_values) return at<const float>(m.scales)[place];
+  float scale = at<const float>(m.scale_values)[at<const uint8_t>(m.scales)[place]];
   if (m.nested) {
     float offset;
     std::memcpy(&offset, &m.offset, sizeof offset);
     const int64_t number = m.first + row * m.row_blocks + block;
-    scale = scale * at<float>(m.nested)[number / kNestedBlock] + offset;
+    scale = scale * at<const float>(m.nested)[number / kNestedBlock] + offset;
   }
   return scale;
 }
 
 inline __m512 integers_of_block(const Matrix& m, int64_t row, int64_t block) {
   const int64_t place = row * m.groups + block;
-  const float zero = at<uint8_t>(m.zeros)[place];
+  const float zero = at<const uint8_t>(m.zeros)[place];
   const __m512 steps = _mm512_sub_ps(codes16(), _mm512_set1_ps(zero));
-  const uint16_t bits = at<uint16_t>(m.scales)[place];
+  const uint16_t bits = at<const uint16_t>(m.scales)[place];
   if (m.kind == kInt4Bf16) {
     const __m512 scale = _mm512_castsi512_ps(_mm512_set1_epi32(bits << 16));
     return widened(rounded(_mm512_mul_ps(steps, scale)));
@@ -281,12 +276,12 @@ void decode_q6_k(const uint8_t* block, E* out) {
 
 template <class E>
 void decode(const Matrix& m, int64_t row, E* out) {
-  const uint8_t* codes = at<uint8_t>(m.codes) + row * m.row_bytes;
+  const uint8_t* codes = at<const uint8_t>(m.codes) + row * m.row_bytes;
   const int64_t columns = m.columns;
   switch (m.kind) {
     case kInt8:
     case kInt8Weight: {
-      const __m512 scale = _mm512_set1_ps(at<float>(m.scales)[row]);
+      const __m512 scale = _mm512_set1_ps(at<const float>(m.scales)[row]);
       int64_t i = 0;
       for (; i + 16 <= columns; i += 16) put(out + i, _mm512_mul_ps(signed16(codes + i), scale));
       const __mmask16 rest = first_lanes(columns - i);
@@ -294,7 +289,7 @@ void decode(const Matrix& m, int64_t row, E* out) {
       return;
     }
     case kFp8: {
-      const float* scales = at<float>(m.scales) + row / m.group_rows * m.groups;
+      const float* scales = at<const float>(m.scales) + row / m.group_rows * m.groups;
       for (int64_t i = 0; i < columns;) {
         const __m512 scale = _mm512_set1_ps(*scales++);
         const int64_t end = i + m.group < columns ? i + m.group : columns;
@@ -309,7 +304,7 @@ void decode(const Matrix& m, int64_t row, E* out) {
     }
     case kHighFirst:
     case kLowFirst: {
-      const __m512 values = get(at<float>(m.values));
+      const __m512 values = get(at<const float>(m.values));
       for (int64_t g = 0; g < m.groups; g++, codes += m.group / 2, out += m.group) {
         const __m512 weights = _mm512_mul_ps(values, _mm512_set1_ps(scale_of_block(m, row, g)));
         m.kind == kHighFirst ? decode_pairs<true>(codes, m.group, weights, out)
@@ -379,10 +374,10 @@ template <Kind kind, class E>
 class Reader {
  public:
   Reader(const Matrix& m, int64_t row, int64_t column = 0)
-      : m_(m), row_(row), codes_(at<uint8_t>(m.codes) + row * m.row_bytes) {
+      : m_(m), row_(row), codes_(at<const uint8_t>(m.codes) + row * m.row_bytes) {
     codes_ += m.row_bytes * column / m.columns;
-    if constexpr (kind == kHighFirst || kind == kLowFirst) values_ = get(at<float>(m.values));
-    if constexpr (kind == kInt8Weight) scale_ = _mm512_set1_ps(at<float>(m.scales)[row]);
+    if constexpr (kind == kHighFirst || kind == kLowFirst) values_ = get(at<const float>(m.values));
+    if constexpr (kind == kInt8Weight) scale_ = _mm512_set1_ps(at<const float>(m.scales)[row]);
     if constexpr (has_groups) {
       group_ = column / m.group;
       if (column % m.group) start_group();
@@ -440,7 +435,7 @@ class Reader {
   __attribute__((always_inline)) void start_group() {
     if constexpr (kind == kFp8) {
       const int64_t place = row_ / m_.group_rows * m_.groups + group_;
-      scale_ = _mm512_set1_ps(at<float>(m_.scales)[place]);
+      scale_ = _mm512_set1_ps(at<const float>(m_.scales)[place]);
     } else if constexpr (kind == kHighFirst || kind == kLowFirst) {
       const __m512 scale = _mm512_set1_ps(scale_of_block(m_, row_, group_));
       table_ = Table<E>::factors(_mm512_mul_ps(values_, scale));
@@ -709,7 +704,7 @@ inline __m512 tile_of_codes(const Matrix& m, const int64_t (&rows)[kTile], const
   const float* held = nullptr;
   Reader<kind, E> r0(m, rows[0]), r1(m, rows[1]), r2(m, rows[2]), r3(m, rows[3]);
   FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
-  const uint8_t* ahead = at<uint8_t>(m.codes) + (rows[0] + rows_ahead(m.row_bytes)) * m.row_bytes;
+  const uint8_t* ahead = at<const uint8_t>(m.codes) + (rows[0] + rows_ahead(m.row_bytes)) * m.row_bytes;
   const int64_t step = kTile * m.row_bytes * 32 / m.columns;
   for (int64_t i = 0; i < m.columns; i += 32, ahead += step) {
     if (fetches) fetch(ahead, step);
@@ -782,7 +777,7 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
     };
     if (m.kind == kFloat) {
       const int64_t stride = m.row_bytes / sizeof(E);
-      const E* first = at<E>(m.codes) + start * stride;
+      const E* first = at<const E>(m.codes) + start * stride;
       const auto plain = [&](int64_t c, int64_t) {
         return Rows<E>{first + c, stride, rows_ahead(m.row_bytes) * stride};
       };
@@ -795,7 +790,7 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
       const auto weights = [&](int64_t column, int64_t width) {
         for (int64_t n = 0; n < rows; n++) {
           const int64_t at_row = (start + n + kBlock) * m.row_bytes;
-          fetch(at<uint8_t>(m.codes) + at_row + m.row_bytes * column / columns,
+          fetch(at<const uint8_t>(m.codes) + at_row + m.row_bytes * column / columns,
                 m.row_bytes * width / columns);
           Reader<kind.value, E> reader(m, start + n, column);
           for (int64_t i = 0; i < width; i += 32) put_32(decoded + n * most + i, reader.next());
@@ -894,11 +889,11 @@ void put_or_add(E* y, int64_t y_stride, const Rounded& x, int64_t rows, int64_t 
 
 template <class E>
 void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride, int threads) {
-  const int32_t* sums_of_codes = at<int32_t>(m.sums);
-  const float* scales = at<float>(m.scales);
+  const int32_t* sums_of_codes = at<const int32_t>(m.sums);
+  const float* scales = at<const float>(m.scales);
   const int64_t rounded = x.tokens + x.rests;
   by_blocks(m.rows, rounded <= kTile ? kTile : kBlock, threads, [&](int64_t start, int64_t stop) {
-    const uint8_t* w = at<uint8_t>(m.codes) + start * m.row_bytes;
+    const uint8_t* w = at<const uint8_t>(m.codes) + start * m.row_bytes;
     const int64_t ahead = rows_ahead(m.row_bytes) * m.row_bytes;
     const auto weights = [&](int64_t c, int64_t) {
       return Rows<uint8_t>{w + c, m.row_bytes, ahead};
@@ -961,59 +956,62 @@ extern "C" int pcg_has_vnni() {
 
 // y [tokens, rows of all matrices] = x W̃ᵀ, both of fp32 or of bf16. Strides count elements, from
 // one token to the next.
-extern "C" void pcg_multiply(const int64_t* matrices, int64_t count, const void* x,
-                             int64_t x_stride, int64_t tokens, void* y, int64_t y_stride,
-                             int is_bf16, int threads) {
-  const Matrix* m = reinterpret_cast<const Matrix*>(matrices);
+struct MultiplyCall {
+  int64_t matrices, count, x, x_stride, tokens, y, y_stride, is_bf16, threads;
+};
+
+extern "C" void pcg_multiply(const MultiplyCall& c) {
   const auto run = [&](auto one) {
     using E = decltype(one);
-    E* out = static_cast<E*>(y);
-    multiply_all(m, count, static_cast<const E*>(x), x_stride, tokens, out, y_stride, threads);
+    multiply_all(at<const Matrix>(c.matrices), c.count, at<const E>(c.x), c.x_stride, c.tokens,
+                 at<E>(c.y), c.y_stride, c.threads);
   };
-  is_bf16 ? run(Bf16()) : run(0.0f);
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
 }
 
 // The outputs of rows that chose experts, each of which has `parts` matrices below each other:
-// choice c of `order`, which has those of an expert after another, `sizes` of each, reads row
-// c / share of x and writes row c of y.
-extern "C" void pcg_multiply_chosen(const int64_t* matrices, int64_t parts, const int64_t* order,
-                                    const int64_t* sizes, int64_t experts, const void* x,
-                                    int64_t x_stride, int64_t share, void* y, int64_t y_stride,
-                                    int is_bf16, int threads) {
-  const Matrix* m = reinterpret_cast<const Matrix*>(matrices);
+// choice i of `order`, which has those of an expert after another, `sizes` of each, reads row
+// i / share of x and writes row i of y.
+struct ChosenCall {
+  int64_t matrices, parts, order, sizes, experts, x, x_stride, share, y, y_stride, is_bf16, threads;
+};
+
+extern "C" void pcg_multiply_chosen(const ChosenCall& c) {
+  const Matrix* m = at<const Matrix>(c.matrices);
+  const int64_t *order = at<const int64_t>(c.order), *sizes = at<const int64_t>(c.sizes);
   const auto run = [&](auto one) {
     using E = decltype(one);
     const int64_t columns = m->columns;
-    for (int64_t e = 0; e < experts; order += sizes[e++], m += parts) {
+    for (int64_t e = 0; e < c.experts; order += sizes[e++], m += c.parts) {
       const int64_t count = sizes[e];
       if (!count) continue;
       int64_t rows = 0;
-      for (int64_t part = 0; part < parts; part++) rows += m[part].rows;
+      for (int64_t part = 0; part < c.parts; part++) rows += m[part].rows;
       E* inputs = buffer<E, kChosen>(count * columns);
       E* outputs = buffer<E, kProducts>(count * rows);
-      for (int64_t i = 0; i < count; i++) {
-        const E* row = static_cast<const E*>(x) + order[i] / share * x_stride;
-        std::memcpy(inputs + i * columns, row, columns * sizeof(E));
-      }
-      multiply_all(m, parts, inputs, columns, count, outputs, rows, threads);
-      for (int64_t i = 0; i < count; i++) {
-        E* row = static_cast<E*>(y) + order[i] * y_stride;
-        std::memcpy(row, outputs + i * rows, rows * sizeof(E));
-      }
+      for (int64_t i = 0; i < count; i++)
+        std::memcpy(inputs + i * columns, at<const E>(c.x) + order[i] / c.share * c.x_stride,
+                    columns * sizeof(E));
+      multiply_all(m, c.parts, inputs, columns, count, outputs, rows, c.threads);
+      for (int64_t i = 0; i < count; i++)
+        std::memcpy(at<E>(c.y) + order[i] * c.y_stride, outputs + i * rows, rows * sizeof(E));
     }
   };
-  is_bf16 ? run(Bf16()) : run(0.0f);
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
 }
 
 // Rows of a matrix, [stop - start, columns], in fp32 or bf16.
-extern "C" void pcg_dequantize(const int64_t* matrix, int64_t start, int64_t stop, void* out,
-                               int is_bf16, int threads) {
-  const Matrix& m = *reinterpret_cast<const Matrix*>(matrix);
+struct DequantizeCall {
+  int64_t matrix, start, stop, out, is_bf16, threads;
+};
+
+extern "C" void pcg_dequantize(const DequantizeCall& c) {
+  const Matrix& m = *at<const Matrix>(c.matrix);
   const auto run = [&](auto one) {
     using E = decltype(one);
-    by_blocks(stop - start, 1, threads, [&](int64_t row, int64_t) {
-      decode(m, start + row, static_cast<E*>(out) + row * m.columns);
+    by_blocks(c.stop - c.start, 1, c.threads, [&](int64_t row, int64_t) {
+      decode(m, c.start + row, at<E>(c.out) + row * m.columns);
     });
   };
-  is_bf16 ? run(Bf16()) : run(0.0f);
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
 }

@@ -12,7 +12,6 @@ The kernel needs a C++ compiler and AVX-512; without them PyTorch runs everythin
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -26,10 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcg.native_library import load_optional
+from pcg.native_library import NativeFunction, load_optional
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_INT, _ADDRESS, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,20 +53,12 @@ class Kind(IntEnum):
 def _library() -> Any:
     """Return the library; None where it cannot be compiled, which is logged once."""
     purpose = "products by quantized weights and experts"
-    library = load_optional(_SOURCE, purpose, "-ffp-contract=off")
-    if library is None:
-        return None
-    library.pcg_multiply.argtypes = (
-        _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG, _FLAG,
-    )  # fmt: skip
-    library.pcg_multiply_chosen.argtypes = (
-        _ADDRESS, _INT, _ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _FLAG,
-        _FLAG,
-    )  # fmt: skip
-    library.pcg_dequantize.argtypes = (_ADDRESS, _INT, _INT, _ADDRESS, _FLAG, _FLAG)
-    for function in (library.pcg_multiply, library.pcg_multiply_chosen, library.pcg_dequantize):
-        function.restype = None
-    return library
+    return load_optional(_SOURCE, purpose, "-ffp-contract=off")
+
+
+@functools.cache
+def _function(name: str) -> NativeFunction:
+    return NativeFunction(_library(), name)
 
 
 def is_native(device: torch.device) -> bool:
@@ -158,9 +148,9 @@ class Matrix:
         """Write rows into `out`, in its dtype; return False if the kernel does not write it."""
         if out.dtype not in _DTYPES or not out.is_contiguous():
             return False
-        _library().pcg_dequantize(
+        _function("pcg_dequantize")(
             self.numbers.ctypes.data, start, stop, out.data_ptr(),
-            out.dtype is torch.bfloat16, torch.get_num_threads(),
+            out.dtype is torch.bfloat16, torch.get_num_threads(), keeps=self,
         )  # fmt: skip
         return True
 
@@ -179,7 +169,7 @@ class Matrices:
     def _take(self, numbers: NDArray[np.int64]) -> None:
         self._numbers = numbers
         self._matrices = numbers.ctypes.data, numbers.size // len(self._every[0].numbers)
-        self._multiply = _library().pcg_multiply
+        self._multiply = _function("pcg_multiply")
 
     @classmethod
     def of_floats(cls, weight: Tensor) -> Matrices:
@@ -213,7 +203,7 @@ class Matrices:
         if not _is_read(x, y):
             return False
         first, count = self._matrices
-        _library().pcg_multiply_chosen(
+        _function("pcg_multiply_chosen")(
             first, count // len(sizes), order.data_ptr(), sizes.data_ptr(), len(sizes),
             x.data_ptr(), x.stride(0), len(y) // len(x), y.data_ptr(), y.stride(0),
             x.dtype is torch.bfloat16, torch.get_num_threads(),

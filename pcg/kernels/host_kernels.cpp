@@ -37,6 +37,8 @@ struct Call {
   int64_t k, k_stride, v, v_stride;      // of tokens to append; 0 if the cache has them
   int64_t rows, tokens;                  // of the cache, for each of them
   int64_t cos, sin, turned;              // of rotary embedding, [tokens, turned]; 0 for none
+  double scale, softcap;
+  int64_t is_bf16, threads;
 };
 
 // A sequence's token, the length of its spans, and these.
@@ -47,11 +49,6 @@ struct Sequence {
 struct Span {
   int64_t row, rows;
 };
-
-template <class T>
-inline T* at(int64_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // Fetches a row that is read soon.
 template <class E>
@@ -180,7 +177,8 @@ void turn(const Call& call, int64_t token, const E* x, E* y, int64_t heads) {
 }
 
 template <class E>
-void attend(const Call& call, const Sequence& sequence, int64_t head, float scale, float softcap) {
+void attend(const Call& call, const Sequence& sequence, int64_t head) {
+  const float scale = call.scale, softcap = call.softcap;
   const int64_t group = call.heads / call.kv_heads, size = call.size, first = head * group;
   const int64_t wide = call.value_size, rows = sequence.rows;
   const int64_t stride = (rows + kLanes - 1) / kLanes * kLanes;
@@ -284,51 +282,59 @@ void by_tokens(int64_t tokens, int64_t work, int threads, Run run) {
 
 // Rows of [tokens, heads, size]: x has a stride from one token to the next, y none. Weight 0 for
 // none.
-extern "C" void pcg_rms_norm(const void* x, int64_t x_stride, const void* weight, void* y,
-                             int64_t tokens, int64_t heads, int64_t size, float eps, float offset,
-                             int rounds_first, int is_bf16, int threads) {
-  const auto run = [&](auto* out) {
-    using E = std::remove_pointer_t<decltype(out)>;
-    by_tokens(tokens, heads * size, threads, [&](int64_t t) {
-      for (int64_t h = 0; h < heads; h++)
-        norm_row(static_cast<const E*>(x) + t * x_stride + h * size, static_cast<const E*>(weight),
-                 out + (t * heads + h) * size, size, eps, offset, rounds_first);
+struct NormCall {
+  int64_t x, x_stride, weight, y, tokens, heads, size;
+  double eps, offset;
+  int64_t rounds_first, is_bf16, threads;
+};
+
+extern "C" void pcg_rms_norm(const NormCall& c) {
+  const auto run = [&](auto one) {
+    using E = decltype(one);
+    by_tokens(c.tokens, c.heads * c.size, c.threads, [&](int64_t t) {
+      for (int64_t h = 0; h < c.heads; h++)
+        norm_row(at<const E>(c.x) + t * c.x_stride + h * c.size, at<const E>(c.weight),
+                 at<E>(c.y) + (t * c.heads + h) * c.size, c.size, c.eps, c.offset, c.rounds_first);
     });
   };
-  is_bf16 ? run(static_cast<Bf16*>(y)) : run(static_cast<float*>(y));
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
 }
 
 // As for norms; cos and sin are [tokens, turned].
-extern "C" void pcg_rope(const void* x, int64_t x_stride, const void* cos, const void* sin, void* y,
-                         int64_t tokens, int64_t heads, int64_t size, int64_t turned, int is_bf16,
-                         int threads) {
-  const auto run = [&](auto* out) {
-    using E = std::remove_pointer_t<decltype(out)>;
-    by_tokens(tokens, heads * size, threads, [&](int64_t t) {
-      const E *c = static_cast<const E*>(cos) + t * turned, *s = static_cast<const E*>(sin) + t * turned;
-      for (int64_t h = 0; h < heads; h++)
-        rope_head(static_cast<const E*>(x) + t * x_stride + h * size, c, s,
-                  out + (t * heads + h) * size, turned, size);
+struct RopeCall {
+  int64_t x, x_stride, cos, sin, y, tokens, heads, size, turned, is_bf16, threads;
+};
+
+extern "C" void pcg_rope(const RopeCall& c) {
+  const auto run = [&](auto one) {
+    using E = decltype(one);
+    by_tokens(c.tokens, c.heads * c.size, c.threads, [&](int64_t t) {
+      const E *cos = at<const E>(c.cos) + t * c.turned, *sin = at<const E>(c.sin) + t * c.turned;
+      for (int64_t h = 0; h < c.heads; h++)
+        rope_head(at<const E>(c.x) + t * c.x_stride + h * c.size, cos, sin,
+                  at<E>(c.y) + (t * c.heads + h) * c.size, c.turned, c.size);
     });
   };
-  is_bf16 ? run(static_cast<Bf16*>(y)) : run(static_cast<float*>(y));
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
 }
 
 // Writes the heads of tokens [tokens, heads, size] to rows of a cache [heads, rows, size]; strides
 // count bytes. Lines of the cache are fetched some tokens before, as they lie far apart.
-extern "C" void pcg_append(const void* x, int64_t x_stride, void* cache, int64_t head_stride,
-                           int64_t row_stride, const int64_t* rows, int64_t tokens, int64_t heads,
-                           int64_t size) {
+struct AppendCall {
+  int64_t x, x_stride, cache, head_stride, row_stride, rows, tokens, heads, size;
+};
+
+extern "C" void pcg_append(const AppendCall& c) {
   constexpr int64_t kTokensAhead = 2;
   const auto place = [&](int64_t t, int64_t h) {
-    return static_cast<char*>(cache) + h * head_stride + rows[t] * row_stride;
+    return at<char>(c.cache) + h * c.head_stride + at<const int64_t>(c.rows)[t] * c.row_stride;
   };
-  for (int64_t t = 0; t < tokens; t++) {
-    for (int64_t h = 0; t + kTokensAhead < tokens && h < heads; h++)
-      for (int64_t i = 0; i < size; i += kLine)
+  for (int64_t t = 0; t < c.tokens; t++) {
+    for (int64_t h = 0; t + kTokensAhead < c.tokens && h < c.heads; h++)
+      for (int64_t i = 0; i < c.size; i += kLine)
         __builtin_prefetch(place(t + kTokensAhead, h) + i, 1);
-    const char* token = static_cast<const char*>(x) + t * x_stride;
-    for (int64_t h = 0; h < heads; h++) std::memcpy(place(t, h), token + h * size, size);
+    const char* token = at<const char>(c.x) + t * c.x_stride;
+    for (int64_t h = 0; h < c.heads; h++) std::memcpy(place(t, h), token + h * c.size, c.size);
   }
 }
 
@@ -336,36 +342,34 @@ namespace {
 
 template <class E>
 void append_new(const Call& call) {
-  const int64_t *rows = at<const int64_t>(call.rows), bytes = sizeof(E), heads = call.kv_heads;
-  pcg_append(at<E>(call.v), call.v_stride * bytes, at<E>(call.values), call.value_head * bytes,
-             call.value_row * bytes, rows, call.tokens, heads, call.value_size * bytes);
-  if (!call.turned)
-    return pcg_append(at<E>(call.k), call.k_stride * bytes, at<E>(call.keys), call.key_head * bytes,
-                      call.key_row * bytes, rows, call.tokens, heads, call.size * bytes);
+  const int64_t bytes = sizeof(E), heads = call.kv_heads;
+  pcg_append({call.v, call.v_stride * bytes, call.values, call.value_head * bytes,
+              call.value_row * bytes, call.rows, call.tokens, heads, call.value_size * bytes});
+  AppendCall keys{call.k, call.k_stride * bytes, call.keys, call.key_head * bytes,
+                  call.key_row * bytes, call.rows, call.tokens, heads, call.size * bytes};
+  if (!call.turned) return pcg_append(keys);
   std::vector<E> turned(heads * call.size);
-  for (int64_t t = 0; t < call.tokens; t++) {
+  keys.x = reinterpret_cast<int64_t>(turned.data());
+  keys.tokens = 1;
+  for (int64_t t = 0; t < call.tokens; t++, keys.rows += sizeof(int64_t)) {
     turn(call, t, at<const E>(call.k) + t * call.k_stride, turned.data(), heads);
-    pcg_append(turned.data(), 0, at<E>(call.keys), call.key_head * bytes, call.key_row * bytes,
-               rows + t, 1, heads, call.size * bytes);
+    pcg_append(keys);
   }
 }
 
 }  // namespace
 
 // Appends new keys and values, if there are any, and attends.
-extern "C" void pcg_decode_attention(const int64_t* arguments, float scale, float softcap,
-                                     int is_bf16, int threads) {
-  const Call& call = *reinterpret_cast<const Call*>(arguments);
+extern "C" void pcg_decode_attention(const Call& call) {
   const Sequence* sequences = at<const Sequence>(call.sequences);
   const int64_t parts = call.count * call.kv_heads;
-  if (call.tokens) is_bf16 ? append_new<Bf16>(call) : append_new<float>(call);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  if (call.tokens) call.is_bf16 ? append_new<Bf16>(call) : append_new<float>(call);
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic) if (call.threads > 1)
   for (int64_t i = 0; i < parts; i++) {
     // A head's rows of all sequences lie near each other.
     const Sequence& sequence = sequences[i % call.count];
     const int64_t head = i / call.count;
-    is_bf16 ? attend<Bf16>(call, sequence, head, scale, softcap)
-            : attend<float>(call, sequence, head, scale, softcap);
+    call.is_bf16 ? attend<Bf16>(call, sequence, head) : attend<float>(call, sequence, head);
   }
 }
 
@@ -401,47 +405,96 @@ void recur(float* state, int64_t keys, int64_t values, const float* q, const flo
 // The states of sequences lie in slots, `stride` elements from one to the next; q and k are
 // [tokens, groups, keys], v and out [tokens, heads, values], decay [tokens, heads, keys or 1], the
 // factor on the state, and beta [tokens, heads] or 0. values is a multiple of 16.
-extern "C" void pcg_recur(float* states, int64_t stride, const int64_t* slots, int64_t tokens,
-                          int64_t heads, int64_t groups, int64_t keys, int64_t values,
-                          const float* q, const float* k, const float* v, const float* decay,
-                          int64_t decays, const float* beta, float* out, int threads) {
-  by_tokens(tokens, heads * keys * values, threads, [&](int64_t t) {
-    for (int64_t h = 0; h < heads; h++) {
-      const int64_t head = t * heads + h, group = (t * groups + h / (heads / groups)) * keys;
-      float* state = states + slots[t] * stride + h * keys * values;
+struct RecurCall {
+  int64_t states, stride, slots, tokens, heads, groups, keys, values, q, k, v, decay, decays, beta,
+      out, threads;
+};
+
+extern "C" void pcg_recur(const RecurCall& c) {
+  by_tokens(c.tokens, c.heads * c.keys * c.values, c.threads, [&](int64_t t) {
+    const int64_t slot = at<const int64_t>(c.slots)[t];
+    for (int64_t h = 0; h < c.heads; h++) {
+      const int64_t head = t * c.heads + h, group = (t * c.groups + h / (c.heads / c.groups)) * c.keys;
+      float* state = at<float>(c.states) + slot * c.stride + h * c.keys * c.values;
       const auto run = [&](auto count, int64_t column) {
-        recur<count.value>(state + column, keys, values, q + group, k + group,
-                           v + head * values + column, decay + head * decays, decays > 1,
-                           beta ? beta + head : nullptr, out + head * values + column);
+        recur<count.value>(state + column, c.keys, c.values, at<const float>(c.q) + group,
+                           at<const float>(c.k) + group,
+                           at<const float>(c.v) + head * c.values + column,
+                           at<const float>(c.decay) + head * c.decays, c.decays > 1,
+                           c.beta ? at<const float>(c.beta) + head : nullptr,
+                           at<float>(c.out) + head * c.values + column);
       };
       int64_t column = 0;
-      for (; column + kColumns <= values; column += kColumns) run(Count<kVectors>(), column);
-      for (; column < values; column += kLanes) run(Count<1>(), column);
+      for (; column + kColumns <= c.values; column += kColumns) run(Count<kVectors>(), column);
+      for (; column < c.values; column += kLanes) run(Count<1>(), column);
     }
   });
 }
 
 // A short convolution of a token of each sequence, whose last inputs [size, channels] lie in slots;
 // taps are [size + 1, channels], and bias is 0 for none.
-extern "C" void pcg_convolve(void* states, int64_t stride, const int64_t* slots, int64_t tokens,
-                             int64_t channels, int64_t size, const void* x, int64_t x_stride,
-                             const float* taps, const float* bias, void* out, int is_bf16,
-                             int threads) {
-  const auto run = [&](auto* outputs) {
-    using E = std::remove_pointer_t<decltype(outputs)>;
-    by_tokens(tokens, channels * size, threads, [&](int64_t t) {
-      E* state = static_cast<E*>(states) + slots[t] * stride;
-      const E* input = static_cast<const E*>(x) + t * x_stride;
-      for (int64_t c = 0; c < channels; c++) {
+struct ConvolveCall {
+  int64_t states, stride, slots, tokens, channels, size, x, x_stride, taps, bias, out, is_bf16,
+      threads;
+};
+
+extern "C" void pcg_convolve(const ConvolveCall& c) {
+  const float *taps = at<const float>(c.taps), *bias = at<const float>(c.bias);
+  const auto run = [&](auto one) {
+    using E = decltype(one);
+    by_tokens(c.tokens, c.channels * c.size, c.threads, [&](int64_t t) {
+      E* state = at<E>(c.states) + at<const int64_t>(c.slots)[t] * c.stride;
+      const E* input = at<const E>(c.x) + t * c.x_stride;
+      E* output = at<E>(c.out) + t * c.channels;
+      for (int64_t i = 0; i < c.channels; i++) {
         float sum = 0.0f;
-        for (int64_t i = 0; i < size; i++)
-          sum += widened(state[i * channels + c]) * taps[i * channels + c];
-        sum += widened(input[c]) * taps[size * channels + c];
-        outputs[t * channels + c] = rounded<E>(bias ? sum + bias[c] : sum);
+        for (int64_t n = 0; n < c.size; n++)
+          sum += widened(state[n * c.channels + i]) * taps[n * c.channels + i];
+        sum += widened(input[i]) * taps[c.size * c.channels + i];
+        output[i] = rounded<E>(bias ? sum + bias[i] : sum);
       }
-      std::memmove(state, state + channels, (size - 1) * channels * sizeof(E));
-      std::memcpy(state + (size - 1) * channels, input, channels * sizeof(E));
+      std::memmove(state, state + c.channels, (c.size - 1) * c.channels * sizeof(E));
+      std::memcpy(state + (c.size - 1) * c.channels, input, c.channels * sizeof(E));
     });
   };
-  is_bf16 ? run(static_cast<Bf16*>(out)) : run(static_cast<float*>(out));
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
+}
+
+namespace {
+
+// A sum or product of numbers side by side; a number of bf16 is widened first.
+template <class E, class Act>
+void by_elements(const E* a, const E* b, E* y, int64_t count, Act act) {
+  for (int64_t i = 0; i < count; i++) y[i] = rounded<E>(act(widened(a[i]), widened(b[i])));
+}
+
+}  // namespace
+
+// y = a + b, or a * b, of numbers side by side.
+struct ElementsCall {
+  int64_t a, b, y, count, is_product, is_bf16;
+};
+
+extern "C" void pcg_elements(const ElementsCall& c) {
+  const auto run = [&](auto one) {
+    using E = decltype(one);
+    const E *a = at<const E>(c.a), *b = at<const E>(c.b);
+    E* y = at<E>(c.y);
+    if (c.is_product)
+      by_elements(a, b, y, c.count, [](float p, float q) { return p * q; });
+    else
+      by_elements(a, b, y, c.count, [](float p, float q) { return p + q; });
+  };
+  c.is_bf16 ? run(Bf16()) : run(0.0f);
+}
+
+// Calls functions by their addresses and those of their arguments, one pair after another.
+struct ReplayCall {
+  int64_t calls, count;
+};
+
+extern "C" void pcg_replay(const ReplayCall& c) {
+  const int64_t* calls = at<const int64_t>(c.calls);
+  for (int64_t i = 0; i < c.count; i++)
+    reinterpret_cast<void (*)(const void*)>(calls[2 * i])(at<const void>(calls[2 * i + 1]));
 }

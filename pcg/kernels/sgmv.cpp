@@ -187,18 +187,20 @@ struct Lora {
 
 // y is fp32, or bf16 where `y_is_bf16`; the weights likewise. Strides count elements, from one token
 // to the next. The site has at most kHeld ranks.
-extern "C" void pcg_add_lora(void* y, int64_t y_stride, const float* x, int64_t x_stride,
-                             const int64_t* numbers, const int64_t* spans, int64_t count,
-                             int threads, int y_is_bf16, int weights_are_bf16) {
-  const Site& site = *reinterpret_cast<const Site*>(numbers);
+struct AddLoraCall {
+  int64_t y, y_stride, x, x_stride, site, segments, count, threads, y_is_bf16, weights_are_bf16;
+};
+
+extern "C" void pcg_add_lora(const AddLoraCall& c) {
+  const Site& site = *at<const Site>(c.site);
   if (site.ranks == 0) return;  // AdaLoRA has dropped all of them
   const Part* parts = reinterpret_cast<const Part*>(&site + 1);
-  const Segment* segments = reinterpret_cast<const Segment*>(spans);
-  const auto run = [&](auto* out, auto weight) {
-    using Y = std::remove_pointer_t<decltype(out)>;
-    const Lora<decltype(weight), Y> lora{out, y_stride, x, x_stride, site, parts};
-    lora.add_by_threads(segments, count, threads);
+  const auto run = [&](auto out, auto weight) {
+    using Y = decltype(out);
+    const Lora<decltype(weight), Y> lora{at<Y>(c.y), c.y_stride, at<const float>(c.x), c.x_stride,
+                                         site, parts};
+    lora.add_by_threads(at<const Segment>(c.segments), c.count, c.threads);
   };
-  const auto run_to = [&](auto* out) { weights_are_bf16 ? run(out, Bf16()) : run(out, 0.0f); };
-  y_is_bf16 ? run_to(static_cast<Bf16*>(y)) : run_to(static_cast<float*>(y));
+  const auto run_to = [&](auto out) { c.weights_are_bf16 ? run(out, Bf16()) : run(out, 0.0f); };
+  c.y_is_bf16 ? run_to(Bf16()) : run_to(0.0f);
 }

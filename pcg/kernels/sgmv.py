@@ -6,7 +6,6 @@ about half of the memory's bandwidth, and the kernel in `sgmv.cpp` at all of it.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from pcg.errors import UnsupportedError
 from pcg.kernels.batch import JoinedLora, Segments, once
-from pcg.native_library import load, load_optional
+from pcg.native_library import NativeFunction, load, load_optional
 
 FEW_TOKENS = 64
 """The most tokens of one adapter that the kernel takes: for 1 to 48 of them it needs 0.4 to 0.85 of
@@ -32,23 +31,16 @@ to 1,376; for unequal segments 0.25 to 0.5. benchmarks/generation.py compares wh
 _MOST_RANKS = 16384
 """The most ranks of a site that the kernel holds products of: kHeld in `sgmv.cpp`."""
 _SOURCE = Path(__file__).with_name("sgmv.cpp")
-_INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> NativeFunction | None:
     """Return the kernel; None where it cannot be compiled, which is logged once."""
     library = load_optional(_SOURCE, "adapters' products")
     if library is None:
         return None
-    function = library.pcg_add_lora
-    function.restype = None
-    flag = ctypes.c_int
-    function.argtypes = (
-        _ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _ADDRESS, _INT, ctypes.c_int, flag, flag,
-    )  # fmt: skip
-    return function
+    return NativeFunction(library, "pcg_add_lora")
 
 
 def is_native(device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from pcg.kernels.batch import ProgramBatch, Segments
 from pcg.kernels.torch.lora import as_weight
 from pcg.kernels.torch.products import linear, linear_backward
 from pcg.kernels.torch.quantized import expert_matrices, native_experts
+from pcg.native_library import check_unrecorded
 from pcg.ranks.group import Ranks
 
 Part: TypeAlias = tuple[int, int]
@@ -43,7 +44,8 @@ def expert_linear(
     groups = _groups(indices, weight.shape[0], part)
     if _is_multiplied(x, groups, weight, y):
         if bias is not None:
-            y[groups.order] += bias.flatten(1).repeat_interleave(groups.counts, 0)
+            chosen = indices.reshape(-1)[groups.order] - part[0] * len(bias)
+            y[groups.order] += bias.flatten(1)[chosen]
         return y.view(*indices.shape, -1)
     matrices = expert_matrices(weight)
     for expert, places in groups:
@@ -77,7 +79,7 @@ def _is_multiplied(x: Tensor, groups: _Groups, weight: Tensor, y: Tensor) -> boo
     if weight.is_meta:
         matrices = native_experts(weight)
     elif native.reads(weight) and x.dtype is weight.dtype and not weight.requires_grad:
-        few = max(groups.sizes) <= _FEW_ROWS
+        few = len(y) <= _FEW_ROWS or max(groups.sizes) <= _FEW_ROWS
         matrices = _floats(weight) if few else None
     else:
         matrices = None
@@ -265,7 +267,12 @@ class _Groups:
 
     order: Tensor
     counts: Tensor
-    sizes: list[int]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        check_unrecorded("numbers of rows of experts")
+        sizes: list[int] = self.counts.tolist()
+        return sizes
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each chosen expert, and the places of its choices."""
@@ -283,11 +290,11 @@ def _groups(indices: Tensor, count: int, part: Part = WHOLE) -> _Groups:
     groups: _Groups | None = getattr(indices, "pcg_groups", None)
     if groups is None:
         flat = indices.reshape(-1)
-        counts = torch.bincount(flat, minlength=count * part[1])
-        groups = _Groups(flat.argsort(stable=True), counts, counts.tolist())
+        counts = flat.new_zeros(count * part[1]).index_add_(0, flat, torch.ones_like(flat))
+        groups = _Groups(flat.argsort(stable=True), counts)
         indices.pcg_groups = groups  # type: ignore[attr-defined]
     if part == WHOLE:
         return groups
     own = slice(part[0] * count, (part[0] + 1) * count)
     sizes, start = groups.sizes[own], sum(groups.sizes[: own.start])
-    return _Groups(groups.order[start : start + sum(sizes)], groups.counts[own], sizes)
+    return _Groups(groups.order[start : start + sum(sizes)], groups.counts[own])

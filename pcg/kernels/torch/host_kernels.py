@@ -8,7 +8,6 @@ False or None where PyTorch has to run.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
@@ -20,10 +19,13 @@ from torch import Tensor
 
 from pcg.kernels.batch import ProgramBatch
 from pcg.kernels.torch.attention_math import Scoring
-from pcg.native_library import load_optional
+from pcg.native_library import NativeFunction, bits_of, load_optional
 
 _SOURCE = Path(__file__).parents[1] / "host_kernels.cpp"
-_DTYPES = (torch.float32, torch.bfloat16)
+_FUNCTIONS = (
+    "decode_attention", "rms_norm", "rope", "append", "recur", "convolve", "elements", "replay",
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values, or cos and sin."""
@@ -35,35 +37,7 @@ def _library() -> Any:
     library = load_optional(_SOURCE, "attention of decode steps, norms and rotary embedding")
     if library is None:
         return None
-    address, integer = ctypes.c_void_p, ctypes.c_int64
-    number, flag = ctypes.c_float, ctypes.c_int
-    library.pcg_decode_attention.argtypes = address, number, number, flag, flag
-    library.pcg_rms_norm.argtypes = (
-        *(address, integer, address, address, integer, integer, integer),
-        *(number, number, flag, flag, flag),
-    )
-    library.pcg_rope.argtypes = (
-        *(address, integer, address, address, address),
-        *(integer, integer, integer, integer, flag, flag),
-    )
-    library.pcg_append.argtypes = (
-        *(address, integer, address, integer, integer, address, integer, integer, integer),
-    )
-    library.pcg_recur.argtypes = (
-        *(address, integer, address, *(integer,) * 5, *(address,) * 4, integer, address, address),
-        flag,
-    )
-    library.pcg_convolve.argtypes = (
-        *(address, integer, address, integer, integer, integer, address, integer),
-        *(address, address, address, flag, flag),
-    )
-    functions = (
-        library.pcg_decode_attention, library.pcg_rms_norm, library.pcg_rope, library.pcg_append,
-        library.pcg_recur, library.pcg_convolve,
-    )  # fmt: skip
-    for function in functions:
-        function.restype = None
-    return functions
+    return {name: NativeFunction(library, f"pcg_{name}") for name in _FUNCTIONS}
 
 
 def attend_single_tokens(
@@ -107,18 +81,13 @@ def attend_single_tokens(
         turning = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
     slopes, sinks = _of_heads(scoring.alibi), _of_heads(scoring.sinks)
     rows = batch.decode_rows(scoring.reach)
-    numbers = array(
-        "q",
-        (
-            *(q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0)),
-            *(keys.data_ptr(), *key_strides[:2], values.data_ptr(), *value_strides[:2]),
-            *(heads, keys.shape[0], size, out.shape[2]),
-            *(0 if slopes is None else slopes.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
-            *(rows.address, rows.count, *appended, *turning),
-        ),
-    )
-    _library()[0](
-        numbers.buffer_info()[0], scoring.scale, scoring.softcap, dtype is torch.bfloat16,
+    _library()["decode_attention"](
+        q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
+        keys.data_ptr(), *key_strides[:2], values.data_ptr(), *value_strides[:2],
+        heads, keys.shape[0], size, out.shape[2],
+        0 if slopes is None else slopes.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        rows.address, rows.count, *appended, *turning,
+        bits_of(scoring.scale), bits_of(scoring.softcap), dtype is torch.bfloat16,
         torch.get_num_threads(),
     )  # fmt: skip
     return True
@@ -145,7 +114,7 @@ def append(cache: Tensor, x: Tensor, rows: Tensor) -> None:
         cache.index_copy_(1, rows, x.transpose(0, 1))
         return
     (heads, size), width = layout, x.itemsize
-    _library()[3](
+    _library()["append"](
         x.data_ptr(), width * x.stride(0), cache.data_ptr(), width * cache.stride(0),
         width * cache.stride(1), rows.data_ptr(), x.shape[0], heads, width * size,
     )  # fmt: skip
@@ -168,7 +137,7 @@ def recurred(slots: Slots, inputs: Sequence[Tensor]) -> Tensor | None:
         return None
     q, k, v, decay, *betas = (x.to(torch.float32).contiguous() for x in inputs)
     decay, out = decay.exp(), torch.empty_like(v)
-    _library()[4](
+    _library()["recur"](
         states.data_ptr(), states.stride(0), places.data_ptr(), tokens, heads, *k.shape[1:], values,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), decay[0, 0].numel(),
         betas[0].data_ptr() if betas else 0, out.data_ptr(), torch.get_num_threads(),
@@ -188,7 +157,7 @@ def convolved(slots: Slots, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     taps = weight.to(torch.float32).t().contiguous()
     offsets = None if bias is None else bias.to(torch.float32)
     out = x.new_empty(tokens, channels)
-    _library()[5](
+    _library()["convolve"](
         states.data_ptr(), states.stride(0), places.data_ptr(), tokens, channels, size,
         x.data_ptr(), x.stride(0), taps.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         out.data_ptr(), x.dtype is torch.bfloat16, torch.get_num_threads(),
@@ -211,9 +180,9 @@ def normed(
         pointer = weight.data_ptr()
     y = x.new_empty(x.shape)
     heads, size = layout
-    _library()[1](
+    _library()["rms_norm"](
         x.data_ptr(), x.stride(0), pointer, y.data_ptr(), x.shape[0], heads, size,
-        eps, offset, rounds_first, x.dtype is torch.bfloat16, torch.get_num_threads(),
+        bits_of(eps), bits_of(offset), rounds_first, x.dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -225,11 +194,29 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         return None
     y = x.new_empty(x.shape)
     heads, size = layout
-    _library()[2](
+    _library()["rope"](
         x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),
         x.shape[0], heads, size, cos.shape[1], x.dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def is_native(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the kernels run on tensors' memory."""
+    return bool(tensors) and tensors[0].is_cpu and _library() is not None
+
+
+def add_or_multiply(a: Tensor, b: Tensor, y: Tensor, *, is_product: bool) -> None:
+    """Write a + b or a · b of contiguous tensors to y, rounded as by PyTorch."""
+    _library()["elements"](
+        a.data_ptr(), b.data_ptr(), y.data_ptr(), y.numel(), is_product, y.dtype is torch.bfloat16
+    )
+
+
+def replay_calls(pairs: array[int]) -> None:
+    """Run native calls: the address of each function, and that of its arguments."""
+    address, count = pairs.buffer_info()
+    _library()["replay"](address, count // 2)
 
 
 def _layout(x: Tensor) -> tuple[int, int] | None:
@@ -244,4 +231,4 @@ def _layout(x: Tensor) -> tuple[int, int] | None:
 
 def _is_read(x: Tensor) -> bool:
     is_plain = type(x) is Tensor and x.is_cpu and not x.requires_grad
-    return is_plain and x.dtype in _DTYPES and _library() is not None
+    return is_plain and x.dtype in DTYPES and _library() is not None

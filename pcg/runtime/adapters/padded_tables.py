@@ -319,7 +319,7 @@ class Namespace(SimpleNamespace):
 NO_ADAPTERS = Namespace()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BoundAdapters:
     """The adapters of a batch for emitted functions: of outer graphs and layers."""
 

@@ -164,6 +164,12 @@ class ServedBatch:
         )
 
     @property
+    def is_decode(self) -> bool:
+        """True if all that is read of the step are the logits of all tokens, after `put`."""
+        reads = self.scored or self.pooled or self.routed
+        return not reads and len(self.parts) == 1 and len(self.ready) == len(self.ids)
+
+    @property
     def has_logprobs(self) -> bool:
         """True if a request needs logprobs of its tokens."""
         # Followers have the parameters of the first continuation.

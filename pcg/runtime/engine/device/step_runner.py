@@ -24,6 +24,7 @@ from pcg.runtime.engine.device.device import SideStream
 from pcg.runtime.engine.device.served_batch import ServedBatch, rows_of
 from pcg.runtime.memory.kv_cache import KvCache
 from pcg.runtime.model.batch import ANY_TOKEN, LatestTokens, whole_sequences
+from pcg.runtime.model.host_steps import host_steps
 from pcg.runtime.model.merged_execution import run_merged, run_single
 from pcg.runtime.model.runner import ModelRunner
 from pcg.runtime.model.state import ModelState, ServingProgram
@@ -268,6 +269,7 @@ class StepRunner:
             self._limits.tokens,
             self._max_positions,
         )
+        self._host_steps = host_steps(self._runner, self.cache)
         latest = LatestTokens(self._limits.running, self._device)
         if self.graphs is not None:
             latest = self.graphs.latest
@@ -498,6 +500,10 @@ class StepRunner:
             served.put(self._tables, self.cache, self._device, self._runner, cp)
             for batch, _ in served.parts:
                 batch.is_alone = not windows
+            if not windows and self._host_steps is not None and served.is_decode:
+                logits = self._host_steps.logits(served.batch, served.bound)
+                if logits is not None:
+                    return running.computed(logits, None)
             functions.append(served.hidden_requests(self._runner))
         computed = self._run_forward(functions, windows)
         logits: Tensor | None = None
