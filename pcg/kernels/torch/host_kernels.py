@@ -182,7 +182,8 @@ def normed(
     heads, size = layout
     _library()["rms_norm"](
         x.data_ptr(), x.stride(0), pointer, y.data_ptr(), x.shape[0], heads, size,
-        bits_of(eps), bits_of(offset), rounds_first, x.dtype is torch.bfloat16, torch.get_num_threads(),
+        bits_of(eps), bits_of(offset), rounds_first, x.dtype is torch.bfloat16,
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -206,7 +207,7 @@ def is_native(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and tensors[0].is_cpu and _library() is not None
 
 
-def add_or_multiply(a: Tensor, b: Tensor, y: Tensor, *, is_product: bool) -> None:
+def add_or_multiply(a: Tensor, b: Tensor, y: Tensor, is_product: bool) -> None:
     """Write a + b or a · b of contiguous tensors to y, rounded as by PyTorch."""
     _library()["elements"](
         a.data_ptr(), b.data_ptr(), y.data_ptr(), y.numel(), is_product, y.dtype is torch.bfloat16

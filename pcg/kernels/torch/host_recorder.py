@@ -49,7 +49,7 @@ class HostRecording(TorchDispatchMode):
 
         NotRecordedError: a replay would not repeat what the function does.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size_bytes = 0
         self._kept: list[object] = []
         self._calls: list[int] = []
@@ -89,7 +89,7 @@ class HostRecording(TorchDispatchMode):
             raise NotRecordedError(f"the host reads the result of {func}")
         if func in (_ADD, _MULTIPLY) and not kwargs and _are_alike(*args):
             y = self._keep_new(torch.empty_like(args[0]))
-            add_or_multiply(*args, y, is_product=func is _MULTIPLY)
+            add_or_multiply(args[0], args[1], y, func is _MULTIPLY)
             return y
         known = {_memory(x) for x in inputs if not x.is_mkldnn}
         result = func(*args, **(kwargs or {}))

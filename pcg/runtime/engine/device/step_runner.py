@@ -495,6 +495,7 @@ class StepRunner:
     ) -> LaunchedStep:
         """Run a step eagerly."""
         functions: list[ProductRequest[Any]] = []
+        logits: Tensor | None = None
         if served.chunks:
             cp = self._state.mesh.cp
             served.put(self._tables, self.cache, self._device, self._runner, cp)
@@ -506,7 +507,6 @@ class StepRunner:
                     return running.computed(logits, None)
             functions.append(served.hidden_requests(self._runner))
         computed = self._run_forward(functions, windows)
-        logits: Tensor | None = None
         others: list[Computed] = []
         if served.ready:
             rows, last = served.sampled_rows(self._tables)
