@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
-def _kernel() -> NativeFunction | None:
+def _kernel() -> Any:
     """Return the kernel; None where it cannot be compiled, which is logged once."""
     library = load_optional(_SOURCE, "adapters' products")
     if library is None:
