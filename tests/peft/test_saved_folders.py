@@ -117,3 +117,15 @@ def test_adapters_and_tokenizers_of_the_hub(
         executor.add_adapter("none", "user/none")
     with pytest.raises(ModelNotFoundError, match="ships with pcg, but its weights are not in"):
         pcg.compile("meta-llama/Llama-3.1-8B")
+
+
+def test_a_name_that_matches_nothing_is_refused_beside_other_adapters(
+    executor: Executor, tmp_path: Path
+) -> None:
+    """The program already reads its modules; the next adapter's program would refuse its recipe."""
+    executor.save_adapter("lora", tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": {"absent": 4}}))
+    (tmp_path / "SHA256SUMS").unlink()
+    with pytest.raises(AdapterError, match="rank_pattern has 'absent', which matches none of the"):
+        executor.add_adapter("other", str(tmp_path))

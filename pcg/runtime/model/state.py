@@ -423,7 +423,7 @@ class ModelState:
         return learning_labels(recipe) if is_classifier(self.program.config) else recipe
 
     def _made_adapter(self, name: str, path_or_config: object, seed: int) -> Adapter:
-        base = self.program.base
+        base, model_type = self.program.base, str(self.program.config["model_type"])
         if is_saved(path_or_config):
             adapter = saved_adapter(
                 path_or_config, name, self.program, self.weight_store, self.base_name
@@ -439,7 +439,7 @@ class ModelState:
                 base.module_shapes(),
                 seed=seed,
                 output_layer=base.output_module,
-                model_type=str(self.program.config["model_type"]),
+                model_type=model_type,
                 base_weights=self._linear,
             )
             adapter = dataclasses.replace(
@@ -450,7 +450,7 @@ class ModelState:
             if is_classifier(self.program.config):
                 adapter = dataclasses.replace(adapter, extra={"task_type": SEQ_CLS})
             check_replaced(adapter, base)
-        adapter.recipe.check_embeddings(base)
+        adapter.recipe.bypasses_in(base, model_type)  # as later programs, of other adapters, too
         return self.on_host(adapter)
 
     def put_adapter(self, adapter: Adapter, program: ServingProgram | None = None) -> Adapter:
