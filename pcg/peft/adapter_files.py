@@ -86,7 +86,7 @@ _FIX = f"; copy or save the adapter again, or remove {SUMS} if you changed it yo
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _Read = TypeVar("_Read")
 IsBase: TypeAlias = Callable[[str, Tensor], bool]
-"""Returns whether a tensor is the base's own weight of a module, by its path."""
+"""Returns whether a tensor is the base's own weight or bias of a module, by its name."""
 
 
 def read_adapter(
@@ -98,8 +98,8 @@ def read_adapter(
         path: a directory, or a hub id.
         composite: the type of the base's checkpoint, if that is composite: the adapter may be of
             its language model alone, or of the whole, of which other modules are then left out.
-        is_base: returns whether a tensor is the base's weight of a module, which peft may also save
-            with LoRA on a head; None refuses all of them.
+        is_base: returns whether a tensor is the base's weight or bias of a module, which peft may
+            also save with LoRA on a head; None refuses all of them.
     Raises:
         AdapterError: a file is missing, damaged or differs from SHA256SUMS in the directory, or
             config and weights do not match.
@@ -125,8 +125,8 @@ def _read_adapter(directory: Path, name: str, is_base: IsBase | None, composite:
         raise AdapterError(_no_weights(directory))
     with damage_of(str(file), AdapterError, "; save or download it again"):
         tensors = _read_tensors(file, recipe)
-        for key, (module, copy) in tensors.copies.items():
-            if is_base is None or not is_base(module, copy):
+        for key, (copied, copy) in tensors.copies.items():
+            if is_base is None or not is_base(copied, copy):
                 raise _unknown_key(file, key, recipe)
         if composite and isinstance(recipe, TargetedRecipe):
             recipe = _of_language_model(file, tensors, recipe, COMPOSITES[composite] or "model")
@@ -339,7 +339,7 @@ def _no_weights(directory: Path) -> str:
 class _Tensors:
     """A file's tensors: by module and part, replaced ones by name, shared ones, and whole keys.
 
-    `copies` are modules and the supposed weights of their base, by key.
+    `copies` are names and the supposed weights and biases of the base, by key.
     """
 
     def __init__(self) -> None:
@@ -374,11 +374,13 @@ def _read_tensors(file: Path, recipe: Recipe) -> _Tensors:
                     if recipe.saves(copied["module"]):
                         tensors.replaced[f"{copied['module']}.weight"] = tensor
                     else:
-                        tensors.copies[key] = copied["module"], tensor
+                        tensors.copies[key] = f"{copied['module']}.weight", tensor
                 elif match is None:
                     raise _unknown_key(file, key, recipe)
                 elif match["part"]:
                     tensors.parts.setdefault(match["module"], {})[match["part"]] = tensor
+                elif recipe.bias == "none" and key.endswith("lm_head.base_layer.bias"):
+                    tensors.copies[key] = f"{match['module']}.bias", tensor
                 else:
                     tensors.replaced[f"{match['module']}.bias"] = tensor
     except (SafetensorError, OSError) as error:

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from pcg.errors import UnsupportedError
 from pcg.runtime.executor import Executor
+from tests.support import compiled, oracle
+from tests.support.families import BY_NAME
 from tests.support.lora_pair import lora_pair, small_llama
+from tests.support.prompts import TOLERANCE
 
 RECIPES: dict[str, dict[str, Any]] = {"head": {"r": 2, "target_modules": ["q_proj", "lm_head"]}}
 PREFIX = "base_model.model."
@@ -74,3 +77,16 @@ def test_another_head_or_embedding_is_refused(
     )
     with pytest.raises(UnsupportedError, match=rf"{name}: .* as the vocabulary was changed"):
         pair[0].add_adapter("other", changed(saved, **{name: other}))
+
+
+def test_a_copy_of_the_heads_bias_is_known_or_refused(tmp_path: Path) -> None:
+    base = oracle.random_model(BY_NAME["phi"].config(2))
+    theirs = oracle.with_adapter(base, ["q_proj", "lm_head"], rank=2)
+    oracle.save(theirs, tmp_path)
+    executor = compiled.executor(base, {"theirs": str(tmp_path)})
+    found = executor.logits(PROMPT, "theirs")
+    assert oracle.relative_error(found, oracle.logits(theirs, PROMPT)) < TOLERANCE
+    name = "lm_head.base_layer.bias"
+    other = base.lm_head.bias.detach() + 1
+    with pytest.raises(UnsupportedError, match=rf"{name}: .* as the vocabulary was changed"):
+        executor.add_adapter("other", changed(tmp_path, **{name: other}))

@@ -404,16 +404,17 @@ class WeightStore:
             return stand_in_tensor(shape, dtype, weight)
         return self._read(parameter, name) if loaded is None else loaded
 
-    def is_own(self, module: str, tensor: Tensor) -> bool:
-        """Return True if a tensor equals the base's weight of a module, by path.
+    def is_own(self, name: str, tensor: Tensor) -> bool:
+        """Return True if a tensor equals the base's weight or bias of a module, by name.
 
         The comparison uses the less precise of both dtypes. A weight that another process holds is
         not compared, and counts as different.
         """
-        weight = self.linear().get(module)
+        module, _, kind = name.rpartition(".")
+        weight = self.linear().get(module) if kind == "weight" else None
         if weight is None:
-            named = dict(self.frozen()).get(f"{module}.weight")
-            weight = None if named is None else self.whole(f"{module}.weight", named)
+            named = dict(self.frozen()).get(name)
+            weight = None if named is None else self.whole(name, named)
         if weight is None or weight.is_meta or weight.shape != tensor.shape:
             return False
         least = max(weight.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
