@@ -231,6 +231,6 @@ class BottleneckConfig(TargetedRecipe):
         names = [n for n in VARIANTS[self.variant] if any(p.endswith(f".{n}") for p in paths)]
         return dataclasses.replace(recipe, target_modules=tuple(names))
 
-    def _check_names(self, paths: Names) -> None:
+    def _check_names(self, paths: Names, parameters: Names) -> None:
         if self.target_modules != VARIANTS[self.variant]:
-            super()._check_names(paths)
+            super()._check_names(paths, parameters)

@@ -392,8 +392,9 @@ class LoraConfig(PatternedRecipe):
     use_dora: bool = False
     lora_bias: bool = False
     init_lora_weights: bool | str = saved_as("init", True)
-    target_parameters: Names | None = None
-    modules_to_save: Names | str | None = None  # a text is refused, and split by the command line
+    # A text is refused, and split by the command line.
+    target_parameters: Names | str | None = None
+    modules_to_save: Names | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -78,7 +78,7 @@ class TargetedRecipe(Recipe):
     target_modules: Names | str | None = None
 
     @property
-    def target_parameters(self) -> Names | None:
+    def target_parameters(self) -> Names | str | None:
         """Names of parameters that are adapted as such, each matching paths as a module's does."""
         return None
 
@@ -107,8 +107,9 @@ class TargetedRecipe(Recipe):
             for path in paths
             if parameter_of(path) is None and (self.adapts_embeddings or not is_embedding(path))
         ]
-        recipe._check_names(modules)
-        recipe._check_parameters(paths)
+        parameters = [each[0] for path in paths if (each := parameter_of(path)) is not None]
+        recipe._check_names(modules, parameters)
+        recipe._check_parameters(parameters)
         every = {path: recipe.bypass(path, output_layer) for path in paths}
         adapted = {path: bypass for path, bypass in every.items() if bypass is not None}
         if not adapted:
@@ -222,7 +223,7 @@ class TargetedRecipe(Recipe):
 
     # ----------------------------------------------------------------------------------- checks
 
-    def _check_names(self, paths: Names) -> None:
+    def _check_names(self, paths: Names, parameters: Names) -> None:
         targets = () if self.target_modules is None else self.target_modules
         if isinstance(targets, str):
             if not self.is_all_linear and not any(_matches(path, targets) for path in paths):
@@ -233,13 +234,17 @@ class TargetedRecipe(Recipe):
             return
         for name in targets:
             if not any(_matches(path, (name,)) for path in paths):
+                around = [parameter for parameter in parameters if f".{name}." in f".{parameter}."]
                 raise AdapterError(
                     f"target_modules has {name!r}, which no linear module is named"
-                    f"{did_you_mean(name, paths)}; {name_list(paths)}"
+                    + (
+                        f"; name parameters in target_parameters: {', '.join(_ends(around))}"
+                        if around
+                        else f"{did_you_mean(name, paths)}; {name_list(paths)}"
+                    )
                 )
 
-    def _check_parameters(self, paths: Names) -> None:
-        parameters = [each[0] for path in paths if (each := parameter_of(path)) is not None]
+    def _check_parameters(self, parameters: Names) -> None:
         for name in self.target_parameters or ():
             if not any(_matches(path, (name,)) for path in parameters):
                 raise AdapterError(
@@ -310,6 +315,11 @@ class PatternedRecipe(LayeredRecipe):
         name, _ = parameter_of(path) or (module_name(path), 1)
         rank = first_match(self.rank_pattern, name, getattr(self, self.rank_field))
         return rank, first_match(self.alpha_pattern, name, self._alpha)
+
+
+def _ends(parameters: Names) -> list[str]:
+    """Return the last two components of parameters' names, as `target_parameters` names them."""
+    return sorted({".".join(name.split(".")[-2:]) for name in parameters})
 
 
 def _matches(path: str, targets: Names | str) -> bool:

@@ -106,6 +106,7 @@ def as_given(name):
         ("--init-lora-weights false", {"init_lora_weights": False}),
         ("--init-lora-weights gaussian", {"init_lora_weights": "gaussian"}),
         ("--targets q_proj,v_proj", {"target_modules": ("q_proj", "v_proj")}),
+        ("--target-parameters a.b,c", {"target_parameters": ("a.b", "c")}),
         ("--targets .*_proj", {"target_modules": ".*_proj"}),
         ("--targets q_proj --layers-to-transform 0,1", {"layers_to_transform": (0, 1)}),
         ("--peft vera --no-save-projection", {"save_projection": False}),

@@ -98,6 +98,10 @@ def test_a_fresh_adapter_adapts_what_pefts_does(name: str) -> None:
     ("fields", "message"),
     [
         ({"target_parameters": ("experts.gate_proj",)}, "target_parameters has 'experts.gate_pr"),
+        (
+            {"target_modules": ("experts",)},
+            "parameters in target_parameters: experts.down_proj, ex",
+        ),
         ({"target_modules": ("gate_proj", "q_proj")}, "gate and up of experts are one parameter"),
         ({"target_parameters": EXPERTS, "lora_dropout": 0.1}, "does not go with lora_dropout"),
         ({"target_parameters": EXPERTS, "use_dora": True}, "or use_dora; leave them out"),
