@@ -134,10 +134,10 @@ class NotRecordedError(Exception):
     """A function does what a replay of its native calls would not repeat."""
 
 
-def check_unrecorded(numbers: str) -> None:
-    """Raise a NotRecordedError if this thread is recorded, as Python code reads numbers."""
+def check_unrecorded(reason: str) -> None:
+    """Raise a NotRecordedError if this thread is recorded."""
     if _LISTENER.hear is not None:
-        raise NotRecordedError(f"the host reads {numbers}")
+        raise NotRecordedError(reason)
 
 
 def _compiler() -> Path:

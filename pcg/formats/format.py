@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pcg.errors import ParallelError, UnsupportedError
 from pcg.formats import native
+from pcg.native_library import check_unrecorded
 
 TILE_ELEMENTS = 1 << 21
 """Weights of a tile: 8 MiB in fp32, which a core's L2 and a share of its L3 hold."""
@@ -326,6 +327,7 @@ _BUFFERS = _Buffers()
 
 def _buffer(elements: int, like: Tensor) -> Tensor:
     """Return this thread's buffer; a fresh one of 46 MB costs more in page faults than its use."""
+    check_unrecorded("another thread would replay what is written into this thread's buffer")
     kind = like.dtype, like.device
     known = _BUFFERS.by_kind.get(kind)
     if known is None or known.numel() < elements:

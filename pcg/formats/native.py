@@ -186,7 +186,7 @@ class Matrices:
             return False
         self._multiply(
             *self._matrices, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0),
-            x.dtype is torch.bfloat16, torch.get_num_threads(),
+            x.dtype is torch.bfloat16, torch.get_num_threads(), keeps=self,
         )  # fmt: skip
         return True
 
@@ -206,7 +206,7 @@ class Matrices:
         _function("pcg_multiply_chosen")(
             first, count // len(sizes), order.data_ptr(), sizes.data_ptr(), len(sizes),
             x.data_ptr(), x.stride(0), len(y) // len(x), y.data_ptr(), y.stride(0),
-            x.dtype is torch.bfloat16, torch.get_num_threads(),
+            x.dtype is torch.bfloat16, torch.get_num_threads(), keeps=self,
         )  # fmt: skip
         return True
 

@@ -270,7 +270,7 @@ class _Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        check_unrecorded("numbers of rows of experts")
+        check_unrecorded("the host reads numbers of rows of experts")
         sizes: list[int] = self.counts.tolist()
         return sizes
 

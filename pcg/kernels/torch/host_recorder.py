@@ -11,7 +11,8 @@ by then.
     others           PyTorch's operator, whose output is copied into the recorded output
 
 All memory of the function is kept. Python code that reads numbers of a tensor, and PyTorch's
-operators with outputs of varying shapes, raise a NotRecordedError.
+operators with outputs of varying shapes, raise a NotRecordedError. Operators that PyTorch composes
+of others are recorded as those, as they can hide one that reads numbers.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pcg.kernels.torch.host_kernels import DTYPES, add_or_multiply, replay_calls
 from pcg.native_library import NativeFunction, NotRecordedError, hearing
 
+_COMPOSED = torch.DispatchKey.CompositeImplicitAutograd
 _ADD, _MULTIPLY = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 _INDEX = torch.ops.aten.index.Tensor
+_REPEAT = torch.ops.aten.repeat_interleave.Tensor
 _VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _EMPTY = (
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
     torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided,
 )  # fmt: skip
+
+
+class TooLargeError(NotRecordedError):
+    """A function needs more memory than a recording may keep."""
 
 
 class HostRecording(TorchDispatchMode):
@@ -44,13 +51,15 @@ class HostRecording(TorchDispatchMode):
         size_bytes: bytes of the function's memory.
     """
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self, run: Callable[[], Tensor], most_bytes: int) -> None:
         """Run a function and record it; `result` is its result, which replays write again.
 
-        NotRecordedError: a replay would not repeat what the function does.
+        Raises:
+            TooLargeError: the function's memory exceeds `most_bytes`.
+            NotRecordedError: a replay would not repeat what the function does.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.size_bytes = 0
+        self.size_bytes, self._most_bytes = 0, most_bytes
         self._kept: list[object] = []
         self._calls: list[int] = []
         self._steps: list[Callable[[], object]] = []
@@ -83,9 +92,12 @@ class HostRecording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSED):
+            with self:
+                return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
         inputs = list(_tensors((args, kwargs)))
-        varies = not _VARYING.isdisjoint(func.tags)
-        if varies and (func is not _INDEX or any(x.dtype is torch.bool for x in inputs[1:])):
+        self._kept += inputs
+        if not _VARYING.isdisjoint(func.tags) and not _is_of_one_size(func, inputs, kwargs):
             raise NotRecordedError(f"the host reads the result of {func}")
         if func in (_ADD, _MULTIPLY) and not kwargs and _are_alike(*args):
             y = self._keep_new(torch.empty_like(args[0]))
@@ -94,7 +106,6 @@ class HostRecording(TorchDispatchMode):
         known = {_memory(x) for x in inputs if not x.is_mkldnn}
         result = func(*args, **(kwargs or {}))
         new = [x for x in _tensors(result) if _memory(x) not in known]
-        self._kept += inputs
         for x in new:
             self._keep_new(x)
         if func._schema.is_mutable:
@@ -106,7 +117,16 @@ class HostRecording(TorchDispatchMode):
     def _keep_new(self, x: Tensor) -> Tensor:
         self._kept.append(x)
         self.size_bytes += x.untyped_storage().nbytes()
+        if self.size_bytes > self._most_bytes:
+            raise TooLargeError
         return x
+
+
+def _is_of_one_size(func: Any, inputs: list[Tensor], kwargs: Any) -> bool:
+    """Return whether an operator's outputs have the same shapes for all numbers in its inputs."""
+    if func is _INDEX:
+        return not any(x.dtype is torch.bool for x in inputs[1:])
+    return func is _REPEAT and (kwargs or {}).get("output_size") is not None
 
 
 def _are_alike(a: Any, b: Any) -> bool:
@@ -131,12 +151,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> Callable[[], object]:
     """Return a function that runs an operator again, into its result."""
-    is_elementwise = torch.Tag.pointwise in func.tags and func._overloadname in (
-        "default",
-        "Tensor",
-    )
-    if is_elementwise and "out" in func.overloadpacket.overloads():
-        return partial(func.overloadpacket.out, *args, **kwargs, out=result)
+    packet, kind = func.overloadpacket, func._overloadname
+    overloads = packet.overloads()
+    # A kind "out" beside "Tensor_out" takes a number instead of the tensor.
+    out = "Tensor_out" if kind == "Tensor" and "Tensor_out" in overloads else "out"
+    if torch.Tag.pointwise in func.tags and kind in ("default", "Tensor") and out in overloads:
+        return partial(getattr(packet, out), *args, **kwargs, out=result)
 
     def run() -> None:
         again = func(*args, **kwargs)

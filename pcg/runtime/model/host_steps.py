@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import NoReturn, TypeAlias
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pcg.kernels.batch import DecodeGroup, DecodeRows
 from pcg.kernels.torch.host_kernels import is_native
-from pcg.kernels.torch.host_recorder import HostRecording
+from pcg.kernels.torch.host_recorder import HostRecording, TooLargeError
 from pcg.kernels.torch.products import is_remote
 from pcg.native_library import NotRecordedError
 from pcg.runtime.adapters.padded_tables import BoundAdapters
@@ -35,8 +35,8 @@ _MOST_BYTES = 2**25
 """The most memory of all recordings. A step that needs more multiplies for longer than it spends in
 Python."""
 
-_Key: TypeAlias = tuple[int, int, ref[BoundAdapters]]
-"""The tokens and threads of a step, and its adapters."""
+_Key: TypeAlias = tuple[int, int]
+"""The tokens and threads of a step."""
 
 
 class _HostBatch(RecordedBatch):
@@ -48,7 +48,7 @@ class _HostBatch(RecordedBatch):
         super().__init__(lists, cache)
         self.known, self.longer_spans, self.uniform_length = {}, [], 0
         self.states = self.routes = None
-        self._numbers = 4 * tokens + 2 * (cache.pool.size + tokens)
+        self._numbers = 4 * tokens + 2 * tokens * max(cache.pool.size, 1)  # may share pages
         self._rows_of: dict[int, DecodeRows] = {}
         self._latest: Batch | None = None
 
@@ -92,8 +92,10 @@ class HostSteps:
     def __init__(self, runner: ModelRunner, cache: KvCache) -> None:
         self.recorded = self.replayed = 0
         self._runner, self._cache = runner, cache
-        self._steps: dict[_Key, tuple[_HostBatch, HostRecording]] = {}
-        self._left: dict[_Key, int] = {}
+        # By adapters: a step, or the number of eager steps that are left before.
+        self._steps: WeakKeyDictionary[
+            BoundAdapters, dict[_Key, int | tuple[_HostBatch, HostRecording]]
+        ] = WeakKeyDictionary()
         self._most = _FEW_TOKENS
 
     @torch.inference_mode()
@@ -105,35 +107,34 @@ class HostSteps:
         tokens = batch.tokens
         if tokens > self._most or batch.longer_spans or batch.virtual_rows is not None:
             return None
-        key = tokens, torch.get_num_threads(), ref(bound)
-        if key not in self._steps:
-            return self._recorded(key, batch, bound)
-        place, recording = self._steps[key]
+        key, steps = (tokens, torch.get_num_threads()), self._steps.setdefault(bound, {})
+        step = steps.get(key, _EAGER_STEPS)
+        if isinstance(step, int):
+            steps[key] = step - 1
+            return None if step else self._recorded(key, batch, bound)
+        place, recording = step
         place.fill(batch)
         recording.replay()
         self.replayed += 1
         return recording.result
 
     def _recorded(self, key: _Key, batch: Batch, bound: BoundAdapters) -> Tensor | None:
-        """Record a step that has come before; return its logits."""
-        left = self._left[key] = self._left.get(key, _EAGER_STEPS) - 1
-        if left != -1:
-            return None
-        for gone in [key for key in self._left if key[2]() is None]:
-            del self._left[gone]
-            self._steps.pop(gone, None)
+        """Record a step that has come before; return its logits, or None."""
+        every = (step for steps in self._steps.values() for step in steps.values())
+        kept = sum(step[1].size_bytes for step in every if not isinstance(step, int))
         place = _HostBatch(batch.tokens, self._cache)
         place.fill(batch)
+        run = partial(self._runner.logits, place, bound)
         try:
-            recording = HostRecording(partial(self._runner.logits, place, bound))
+            recording = HostRecording(run, _MOST_BYTES - kept)
+        except TooLargeError:
+            if not kept:
+                self._most = batch.tokens - 1
+            return None
         except NotRecordedError:
             return None
         self.recorded += 1
-        kept = sum(step.size_bytes for _, step in self._steps.values())
-        if recording.size_bytes > _MOST_BYTES:
-            self._most = batch.tokens - 1
-        elif kept + recording.size_bytes <= _MOST_BYTES:
-            self._steps[key] = place, recording
+        self._steps[bound][key] = place, recording
         return recording.result
 
 

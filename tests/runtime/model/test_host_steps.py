@@ -12,6 +12,7 @@ from pcg.kernels.torch import host_kernels
 from pcg.kernels.torch.host_recorder import HostRecording
 from pcg.native_library import NotRecordedError, check_unrecorded
 from pcg.runtime.executor import Executor
+from pcg.runtime.memory.kv_cache import bytes_of_page, kv_types
 from pcg.runtime.model import host_steps
 from pcg.runtime.model.host_steps import HostSteps
 from tests.support import compiled, oracle
@@ -86,7 +87,7 @@ def test_steps_are_those_of_eager_batches(
 def test_little_memory_and_changed_adapters(
     made: list[HostSteps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step too large runs eagerly; a replaced adapter is not read where it was."""
+    """A step too large runs eagerly; a replaced adapter is not read where it was, nor kept."""
     config = BY_NAME["llama3"].config(2, max_position_embeddings=128)
     executor = compiled.executor(oracle.random_model(config))
     lora = {"peft_type": "LORA", "r": 4, "init_lora_weights": False}
@@ -96,15 +97,49 @@ def test_little_memory_and_changed_adapters(
     for _ in range(2):
         before, after = after, completions(executor, ["a"], 9)
     assert before == after
+    assert made[-1]._steps
     for tensor in executor.adapters["a"].tensors:
         tensor.mul_(-2)
     executor.refresh_adapter("a")
     changed = completions(executor, ["a"], 9)
+    assert not made[-2]._steps
     monkeypatch.setattr(host_steps, "_MOST_BYTES", 1000)
     del engine
     made.clear()
     assert completions(executor, ["a"], 9) == changed != after
-    assert (made[0].recorded, made[0].replayed) == (1, 0)
+    assert (made[0].recorded, made[0].replayed) == (0, 0)
+
+
+def test_sequences_share_scattered_pages(
+    made: list[HostSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of eight sequences list more pages than the cache has."""
+    config = BY_NAME["llama3"].config(1, max_position_embeddings=512)
+    executor = compiled.executor(oracle.random_model(config))
+    page_bytes = bytes_of_page(kv_types(executor.serving.runner.model))
+    (common,) = prompts([288])
+    asked = [[*common, *own] for own in prompts([9] * 8)]
+
+    def served() -> list[Any]:
+        with executor.engine(kv_cache_bytes=64 * page_bytes).start() as engine:
+            engine.submit(common, max_new_tokens=1).wait()
+            runs = [engine.submit(ids, max_new_tokens=16, ignore_eos=True) for ids in asked]
+            return [run.wait().token_ids for run in runs]
+
+    recorded = served()
+    assert made[0].replayed > made[0].recorded > 0
+    monkeypatch.setattr(host_steps, "_FEW_TOKENS", 0)
+    assert served() == recorded
+
+
+def test_operators_of_numbers_in_tensors_follow_them() -> None:
+    """An operator that takes a tensor instead of a number has another kind of output."""
+    low, x = torch.zeros(2), torch.tensor([-1.0, 2.0])
+    with torch.inference_mode():
+        recording = HostRecording(lambda: x.clamp(low), 2**30)
+        low.copy_(torch.tensor([3.0, 1.0]))
+        recording.replay()
+    assert recording.result.tolist() == [3.0, 2.0]
 
 
 def test_a_recording_follows_its_inputs() -> None:
@@ -118,7 +153,7 @@ def test_a_recording_follows_its_inputs() -> None:
         return torch.cat([most, places.to(torch.float32), kept], 1)
 
     with torch.inference_mode():
-        recording = HostRecording(run)
+        recording = HostRecording(run, 2**30)
         for _ in range(3):
             x.normal_(), kept.normal_()
             before = kept.clone()
@@ -129,13 +164,20 @@ def test_a_recording_follows_its_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [lambda x: x.sum().item(), torch.nonzero, lambda x: check_unrecorded("numbers")]
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        torch.nonzero,
+        lambda x: check_unrecorded("numbers"),
+    ],
 )
+@torch.inference_mode()
 def test_numbers_that_the_host_reads_are_not_recorded(read: Any) -> None:
     def run() -> torch.Tensor:
         read(torch.ones(3))
         return torch.ones(1)
 
     with pytest.raises(NotRecordedError):
-        HostRecording(run)
+        HostRecording(run, 2**30)
     run()
