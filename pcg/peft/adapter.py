@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import AdapterError
-from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module
+from pcg.ir.module_paths import WHOLE_MODEL, did_you_mean, is_module, parameter_of
 from pcg.peft.method import Shape
 from pcg.peft.prompt_encoder import made_by_encoder
 from pcg.peft.recipe import CAUSAL_LM, Recipe
@@ -257,6 +257,13 @@ def check_fits(
     who, other = f"adapter {adapter.name!r}{trained_for}", "it is an adapter for another base"
     for path, weights in adapter.weights.items():
         if path not in module_shapes:
+            parameter, experts = parameter_of(path) or (path, 1)
+            counts = dict(filter(None, map(parameter_of, module_shapes)))
+            if parameter in counts:
+                raise AdapterError(
+                    f"{who} has the ranks of {experts} experts at {parameter}, which has "
+                    f"{counts[parameter]} in {base}; {other}, or its rank is another one"
+                )
             raise AdapterError(
                 f"{who} adapts {path}, which is no linear module of {base}"
                 f"{did_you_mean(path, module_shapes)}; {other}"

@@ -417,7 +417,8 @@ def _unknown_key(file: Path, key: str, recipe: Recipe) -> PcgError:
 
 
 def _weights(file: Path, path: str, parts: Mapping[str, Tensor], recipe: Recipe) -> ModuleWeights:
-    if recipe.target_modules is not None and recipe.bypass(path) is None:
+    names_some = isinstance(recipe, LoraConfig) and bool(recipe.target_parameters)
+    if (recipe.target_modules is not None or names_some) and recipe.bypass(path) is None:
         raise AdapterError(
             f"{file} has weights for {path}, which {CONFIG} does not target "
             f"(target_modules={shown(recipe.target_modules)}); the two files are not of one save"
@@ -611,7 +612,8 @@ def _tensors_to_write(adapter: Adapter) -> dict[str, Tensor]:
 def _check_bypass(adapter: Adapter, path: str, weights: ModuleWeights) -> None:
     """Raise an error for weights that a reader of the config would use differently."""
     recipe = adapter.recipe
-    if recipe.target_modules is not None and recipe.bypass(path) is None:
+    names_some = isinstance(recipe, LoraConfig) and bool(recipe.target_parameters)
+    if (recipe.target_modules is not None or names_some) and recipe.bypass(path) is None:
         raise AdapterError(
             f"adapter {adapter.name!r} has weights for {path}, which its recipe does not target"
         )

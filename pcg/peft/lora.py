@@ -443,6 +443,13 @@ class LoraConfig(PatternedRecipe):
             )
         return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts, embeds)
 
+    def for_family(self, model_type: str | None) -> Self:
+        # As in peft, where `target_parameters` stand alone, but in families with default modules.
+        is_alone = model_type in _OLD_MODULES or model_type not in self.family_targets
+        if self.target_modules is None and self.target_parameters and is_alone:
+            return replace(self, target_modules=())
+        return super().for_family(model_type)
+
     def for_model(
         self,
         paths: Names,

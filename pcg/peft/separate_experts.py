@@ -50,6 +50,10 @@ def with_joined_experts(
         return adapter
     separate = {path for path in adapter.weights if _OF_EXPERT.fullmatch(path)}
     modules = (SAVED_MODULES,) if separate else ()
+    if separate and isinstance(
+        recipe.target_modules, str
+    ):  # a pattern of paths that the base lacks
+        recipe = dataclasses.replace(recipe, target_modules=tuple(adapter.weights))
     joined = recipe.for_model(paths, output_layer, model_type, *modules)
     if joined == recipe and not separate:
         return adapter

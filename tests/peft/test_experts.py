@@ -120,6 +120,26 @@ def test_experts_in_one_matrix_are_refused() -> None:
         pcg.explain(default_config("dbrx", 1), recipe)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_parameters_without_modules(family: str, tmp_path: Path) -> None:
+    """As in peft, an adapter without target_modules adapts its parameters alone."""
+    base = oracle.random_model(BY_NAME[family].config(2))
+    recipe = peft.LoraConfig(r=2, target_parameters=EXPERTS[1:], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(copy.deepcopy(base), recipe)
+    parameters = oracle.lora_parameters(model)
+    for parameter in parameters.values():
+        parameter.data.add_(0.1)
+    oracle.save(model, tmp_path)
+    executor = compiled.executor(base, {"theirs": str(tmp_path)})
+    (sequence,) = prompts((9,))
+    found = executor.logits(sequence, "theirs")
+    assert oracle.relative_error(found, oracle.logits(model, sequence)) < TOLERANCE
+    ours = executor.add_adapter("ours", LoraConfig(r=2, target_parameters=EXPERTS[1:]))
+    assert {f"{path}.{kind}" for path in ours.weights for kind in ("lora_A", "lora_B")} == {
+        *parameters
+    }
+
+
 def test_experts_in_other_dims_are_refused(tmp_path: Path) -> None:
     """peft has A of the outputs and B of the inputs of Llama 4's experts."""
     config = default_config("llama4_text", 2)
@@ -139,6 +159,23 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     )
     with pytest.raises(AdapterError, match=r"has weights for 1 parameters of .*experts"):
         read_adapter(tmp_path, "mine")
+
+
+def test_modules_beside_parameters_without_target_modules(tmp_path: Path) -> None:
+    base = oracle.random_model(BY_NAME["gpt_oss"].config(2))
+    oracle.save(wrapped(base, ["q_proj"], EXPERTS), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": None}))
+    with pytest.raises(AdapterError, match=r"has weights for .*q_proj, which .* does not target"):
+        read_adapter(tmp_path, "mine")
+
+
+def test_another_number_of_experts(tmp_path: Path) -> None:
+    base = oracle.random_model(BY_NAME["qwen3_moe"].config(2))
+    oracle.save(wrapped(base, target_parameters=EXPERTS), tmp_path)
+    wider = oracle.random_model({**BY_NAME["qwen3_moe"].config(2), "num_experts": 8})
+    with pytest.raises(AdapterError, match=r"ranks of 4 experts at .*down_proj, which has 8 in"):
+        compiled.executor(wider, {"mine": str(tmp_path)})
 
 
 SPELLINGS = {
@@ -190,6 +227,15 @@ def save_by_expert(
     config = {"target_modules": ["q_proj", *parts], **config}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return base, merged
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*(q_proj|experts\.\d+\.\w+)"])
+def test_experts_with_a_module_each_by_a_pattern(targets: str, tmp_path: Path) -> None:
+    base, merged = save_by_expert("mixtral", tmp_path, target_modules=targets)
+    executor = compiled.executor(base, {"mine": str(tmp_path)})
+    (sequence,) = prompts((9,))
+    found = executor.logits(sequence, "mine")
+    assert oracle.relative_error(found, oracle.logits(merged, sequence)) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", SPELLINGS)
