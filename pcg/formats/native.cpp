@@ -454,8 +454,8 @@ class Reader {
   Table<E> table_{values_};
 };
 
-// Fetches a row, or a part of it, that is read soon: rows are too short for the processor to see a
-// stream.
+// Fetches bytes that are read soon, in the order of their addresses: memory is read at half the speed
+// where four rows are fetched side by side.
 inline void fetch(const void* row, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += kLine)
     _mm_prefetch(static_cast<const char*>(row) + b, _MM_HINT_T0);
@@ -586,16 +586,15 @@ inline void add_32(const Bf16* x, __m512& sum, __m512i w) { add(x, sum, w, lanes
   }
 
 // Adds the products of four rows and T tokens to `held`; returns the sums, [tokens][rows], if these
-// are the last columns. The rows `ahead` of these are fetched, if not 0.
+// are the last columns. As many bytes are fetched from `ahead` on, if not null.
 template <int T, class E>
 inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int64_t columns,
-                   float* held, bool is_first, bool is_last, int64_t ahead) {
+                   float* held, bool is_first, bool is_last, const E* ahead) {
   constexpr int64_t step = 64 / sizeof(E);
   FOUR_SUMS(0) FOUR_SUMS(1) FOUR_SUMS(2) FOUR_SUMS(3)
   int64_t i = 0;
   for (; i + step <= columns; i += step) {
-    if (ahead)
-      for (int n = 0; n < kTile; n++) fetch(w[n] + i + ahead, kLine);
+    if (ahead) fetch(ahead + kTile * i, kTile * kLine);
     ADD_TILE(i)
   }
   if (i < columns) ADD_TILE(i, columns - i)
@@ -652,7 +651,7 @@ void multiply_rows(int64_t rows, const E* x, int64_t x_stride, int64_t tokens, i
                                       first + (few > 3 ? 3 : 0) * w.stride};
         const auto run = [&](auto count) {
           return tile<count.value>(four, inputs, x_stride, width, held, is_first, is_last,
-                                   t == 0 ? w.ahead : 0);
+                                   t == 0 && w.ahead ? first + w.ahead + (kTile - 1) * c : nullptr);
         };
         const __m512 result = some == 1   ? run(std::integral_constant<int, 1>())
                               : some == 2 ? run(std::integral_constant<int, 2>())

@@ -127,7 +127,7 @@ class Matrix:
                 len(self.codes),
                 self.columns,
                 _address(self.codes),
-                self.codes.shape[1] * self.codes.itemsize,
+                self.codes.stride(0) * self.codes.itemsize,
                 _address(scales),
                 groups,
                 self.group,
@@ -160,7 +160,11 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class Matrices:
-    """Matrices of the same columns below each other, by which the kernel multiplies."""
+    """Matrices of the same columns below each other, by which the kernel multiplies.
+
+    Attributes:
+        rows: of all together.
+    """
 
     def __init__(self, every: Sequence[Matrix]) -> None:
         self._every = every  # whose memory the numbers name
@@ -170,6 +174,7 @@ class Matrices:
         self._numbers = numbers
         self._matrices = numbers.ctypes.data, numbers.size // len(self._every[0].numbers)
         self._multiply = _function("pcg_multiply")
+        self.rows = int(numbers.reshape(-1, len(self._every[0].numbers))[:, _ROWS].sum())
 
     @classmethod
     def of_floats(cls, weight: Tensor) -> Matrices:
@@ -211,8 +216,8 @@ class Matrices:
         return True
 
 
-_CODES = 3
-"""The place of the address of codes in a matrix's numbers."""
+_ROWS, _CODES = 1, 3
+"""The places of the rows and the address of codes in a matrix's numbers."""
 
 
 def _is_read(x: Tensor, y: Tensor) -> bool:
@@ -225,6 +230,13 @@ def joined(every: Sequence[Matrix | None]) -> Matrices | None:
     """Return matrices below each other; None unless the kernel multiplies by all."""
     known = [matrix for matrix in every if matrix is not None and matrix.multiplies]
     return Matrices(known) if len(known) == len(every) else None
+
+
+def of_floats(weights: Sequence[Tensor]) -> Matrices | None:
+    """Return float matrices [out, in] below each other; None unless the kernel reads all."""
+    if not weights or not all(w.dim() == 2 and reads(w.unsqueeze(0)) for w in weights):
+        return None
+    return Matrices([Matrix(Kind.FLOAT, weight, weight.shape[1]) for weight in weights])
 
 
 def reads(weight: Tensor) -> bool:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcg.kernels.torch.products import linear, linear_backward, linear_group, product
+from pcg.kernels.torch.products import has_onednn, linear, linear_backward, linear_group, product
+from pcg.runtime.model.bound_weights import ProductLayout
 from pcg.runtime.model.merged_execution import ProductRequest, run_merged
 
 
@@ -59,3 +60,23 @@ def test_products_by_plain_weights_are_those_of_float64(dtype: torch.dtype, toke
         torch.testing.assert_close(dx.double(), dy[:, rows].double() @ wide, rtol=bound, atol=bound)
         assert torch.equal(linear(x, weight, bias[rows]), y)  # a resumed run repeats the first
         assert torch.equal(linear_backward(dy[:, rows], weight), dx)
+
+
+@pytest.mark.skipif(not has_onednn(torch.float32), reason="oneDNN packs no weights here")
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_or_two_by_the_parts_of_a_packed_weight(dtype: torch.dtype, tokens: int) -> None:
+    """The parts lie apart in memory, and their sizes are no multiples of a tile or of lanes."""
+    parts = [torch.randn(rows, 77, dtype=dtype) for rows in (5, 64, 130)]
+    x, bias = torch.randn(tokens, 77, dtype=dtype), torch.randn(199, dtype=dtype)
+    packed = ProductLayout(packs=True).lay_out("key", parts, ())
+    with torch.inference_mode():
+        wanted = x.double() @ torch.cat(parts).double().t()
+        bound = 0.01 if dtype is torch.bfloat16 else 1e-5
+        for found, whole in (
+            (linear(x, packed), wanted),
+            (linear(x, packed, bias), wanted + bias),
+            (linear(x, torch.cat(parts)), wanted),
+            (linear(x, parts[1].t().contiguous().t()), wanted[:, 5:69]),
+        ):
+            torch.testing.assert_close(found.double(), whole, rtol=bound, atol=10 * bound)

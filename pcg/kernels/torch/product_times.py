@@ -90,6 +90,7 @@ def _packed(weight: Tensor) -> Tensor:
     if not has_onednn(weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    packed.plain = (weight,)  # type: ignore[attr-defined]
     return packed
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pcg.errors import SplitError
+from pcg.formats.native import Matrices, of_floats
 from pcg.kernels.batch import ProgramBatch
 
 
@@ -299,6 +300,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_meta:  # as `has_stand_in` tells, without another call
         y = stand_in_of(weight).linear(x, ())
         return y if bias is None else y.add_(bias)
+    if x.shape[0] <= _PAIR and bias is None and (matrices := _native(weight)) is not None:
+        y = x.new_empty(x.shape[0], matrices.rows)
+        if x.dtype is weight.dtype and matrices.multiply(x, y):
+            return y
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
         return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
@@ -306,6 +311,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 _onednn_linear = torch.ops.mkldnn._linear_pointwise
 """It takes plain weights, too, however they are strided, and holds no copy of them."""
+
+
+_PAIR = 2
+"""The most tokens that the native kernel multiplies by a float weight: it takes 0.7 of the time of
+packed weights in bf16, and 0.8 in fp32, on an AMD EPYC for sizes of 512 to 5,632."""
+
+
+def _native(weight: Tensor) -> Matrices | None:
+    """Return a float weight for the native kernel, which is kept with it; None if it reads none."""
+    known: tuple[Matrices | None] | None = getattr(weight, "pcg_native", None)
+    if known is None:
+        plain = getattr(weight, "plain", ()) if weight.is_mkldnn else (weight,)
+        known = (of_floats(plain),)
+        weight.pcg_native = known  # type: ignore[attr-defined]
+    return known[0]
 
 
 def linear_backward(dy: Tensor, weight: Tensor) -> Tensor:

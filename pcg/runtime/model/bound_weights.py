@@ -85,6 +85,7 @@ class ProductLayout:
         known = self._packed.get(key)
         if known is None:
             packed = torch.ops.mkldnn._reorder_linear_weight(joined(weights), None)
+            packed.plain = weights  # which the native kernel reads for a token or two
             known = self._packed[key] = as_group(packed, weights, biases)
         return known
 
