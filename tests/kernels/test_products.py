@@ -80,3 +80,6 @@ def test_a_token_or_two_by_the_parts_of_a_packed_weight(dtype: torch.dtype, toke
             (linear(x, parts[1].t().contiguous().t()), wanted[:, 5:69]),
         ):
             torch.testing.assert_close(found.double(), whole, rtol=bound, atol=10 * bound)
+    weight = parts[1].requires_grad_()
+    linear(x, weight).sum().backward()
+    assert weight.grad is not None

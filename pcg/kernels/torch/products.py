@@ -300,10 +300,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_meta:  # as `has_stand_in` tells, without another call
         y = stand_in_of(weight).linear(x, ())
         return y if bias is None else y.add_(bias)
-    if x.shape[0] <= _PAIR and bias is None and (matrices := _native(weight)) is not None:
-        y = x.new_empty(x.shape[0], matrices.rows)
-        if x.dtype is weight.dtype and matrices.multiply(x, y):
-            return y
+    if x.shape[0] <= _PAIR and bias is None and not (x.requires_grad or weight.requires_grad):
+        matrices = _native(weight)
+        if matrices is not None and x.dtype is weight.dtype:
+            y = x.new_empty(x.shape[0], matrices.rows)
+            if matrices.multiply(x, y):
+                return y
     if weight.is_mkldnn or (_is_onednn_faster(x) and x.dtype is torch.float32):
         return _onednn_linear(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)

@@ -14,10 +14,12 @@ was freed is an error. So is to give the host numbers, or to make tensors of the
 from __future__ import annotations
 
 import weakref
+from array import array
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime import interpreter
 
+from pcg.kernels.torch.host_kernels import replay_calls
+from pcg.native_library import NativeFunction, hearing
 from tests.support.interpreter.device_tensors import MEMORY, DeviceTensor, on_device
 from tests.support.interpreter.streams import spoil
 
@@ -176,8 +180,16 @@ class Tape:
 def noting(arena: Arena) -> Iterator[list[Callable[[], None]]]:
     """Note what runs within, and have what it makes lie in an arena."""
     notes: list[Callable[[], None]] = []
-    with _Operators(notes, arena), _launches(notes, arena):
+
+    def hear(function: NativeFunction, call: array[int], keeps: object) -> None:
+        notes.append(partial(_call_again, function, call, keeps))
+
+    with _Operators(notes, arena), _launches(notes, arena), hearing(hear):
         yield notes
+
+
+def _call_again(function: NativeFunction, call: array[int], _keeps: object) -> None:
+    replay_calls(array("q", (function.address, call.buffer_info()[0])))
 
 
 # ----------------------------------------------------------------------------------------- places
