@@ -184,13 +184,16 @@ class ModelGraph:
 def routed_layers(model: ModelGraph) -> tuple[tuple[int, ...], int, int]:
     """Return the layers with experts, and the experts that a token chooses there, and of how many.
 
-    The numbers are those of the layer with the most.
+    The numbers are those of the layer with the most. There are no layers if one has two choices of
+    experts, as JetMoE's.
     """
-    sizes = {}
+    sizes: dict[int, tuple[Any, Any]] = {}
     for layer, index in enumerate(model.layers):
         block = model.blocks[index]
         for node in block.nodes:
             if node.op == "topk" and node.get("routes"):
+                if layer in sizes:
+                    return (), 0, 0
                 sizes[layer] = node.output.type.shape[-1], block.types[node.inputs[0]].shape[-1]
     chosen, experts = (max(map(int, each)) for each in zip((0, 0), *sizes.values(), strict=True))
     return tuple(sizes), chosen, experts

@@ -437,7 +437,10 @@ class StepRunner:
         layers, _, _ = routed_layers(self._runner.model)
         sizes = self._state.mesh.sizes
         if not layers:
-            raise GenerationError(f"{name} has routed_experts, and the model has no experts")
+            raise GenerationError(
+                f"{name} has routed_experts, and no layer of the model chooses experts by a single "
+                "top-k; leave it out"
+            )
         if sizes.pp > 1 or sizes.cp > 1 or request.virtual_tokens:
             raise GenerationError(
                 f"{name} has routed_experts, which are recorded without pipeline stages (pp="

@@ -22,6 +22,7 @@ from pcg.runtime.requests.request import Completion, Request
 from pcg.runtime.sampling.sampling_params import SamplingParams
 from pcg.train.grpo import GrpoOptions, train_grpo
 from tests.support import compiled, oracle
+from tests.support.architectures import default_config
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 
@@ -136,7 +137,8 @@ def test_routes_that_do_not_fit_are_refused(routes: Any, message: str) -> None:
         trainer.forward_backward([datum])
 
 
-def test_models_without_experts_record_none() -> None:
-    executor = compiled.executor(oracle.random_model(BY_NAME["llama3"].config(2)))
-    with pytest.raises(GenerationError, match="routed_experts, and the model has no experts"):
+@pytest.mark.parametrize("config", [BY_NAME["llama3"].config(2), default_config("jetmoe", 1)])
+def test_models_without_a_single_choice_of_experts_record_none(config: dict[str, Any]) -> None:
+    executor = compiled.executor(oracle.random_model(config))
+    with pytest.raises(GenerationError, match="routed_experts, and no layer of the model chooses"):
         executor.generate([[3, 5]], routed_experts=True)
