@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -39,6 +41,18 @@ def test_a_bias_is_added_where_it_is_asked_for(is_laid_out: bool) -> None:
     for ours, ones, wanted in zip(found, alone, expected, strict=True):
         torch.testing.assert_close(ours, wanted)
         torch.testing.assert_close(ones, wanted)
+
+
+def test_a_weight_is_freed_without_the_garbage_collector() -> None:
+    weight = torch.randn(8, 16)
+    linear(torch.randn(1, 16), weight)
+    held = ref(weight)
+    gc.disable()
+    try:
+        del weight
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200])

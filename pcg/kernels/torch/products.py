@@ -325,7 +325,7 @@ def _native(weight: Tensor) -> Matrices | None:
     known: tuple[Matrices | None] | None = getattr(weight, "pcg_native", None)
     if known is None:
         plain = getattr(weight, "plain", ()) if weight.is_mkldnn else (weight,)
-        known = (of_floats(plain),)
+        known = (of_floats([part.detach() for part in plain]),)  # which do not own themselves
         weight.pcg_native = known  # type: ignore[attr-defined]
     return known[0]
 
