@@ -118,6 +118,23 @@ def test_gradients_of_windows(name: str, adapter: str) -> None:
             assert error < TOLERANCE, (path, sizes)
 
 
+@pytest.mark.parametrize("target", ["0.self_attn.o_proj", "1.self_attn.kv_b_proj"])
+def test_windows_over_latents_without_a_gradient(target: str, tmp_path: Path) -> None:
+    """Attention below the adapter has no backward, and reads the cache of latents, too."""
+    base = oracle.random_model(BY_NAME["minicpm3"].config(2))
+    wrapped = oracle.with_adapter(base, [f"model.layers.{target}"], rank=3)
+    oracle.save(wrapped, tmp_path)
+    executor = compiled.executor(base, {"a": str(tmp_path)}, latent_cache=True)
+    sequences = prompts((40, 13))
+    expected_loss, expected = oracle.loss_and_gradients(wrapped, sequences)
+    runner = training_runner(executor.state, executor.adapters["a"], windows=True)
+    examples, served = [Example(s, s) for s in sequences], executor.serving.runner.model
+    loss = in_windows(runner, examples, sum(map(len, sequences)) - 2, lambda: 17, served)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    for path, parameter in runner.parameters.items():
+        assert oracle.relative_error(parameter.grad, expected[path]) < TOLERANCE, path
+
+
 def test_logits_of_kimis_delta_layers() -> None:
     case = case_of(KIMI_DELTA.name)
     names = [None, *case.wrapped]
