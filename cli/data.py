@@ -77,14 +77,14 @@ def show_command(
 
     tokenizer = Tokenizer.of(model)
     with busy("reading"):
-        given = reading.make()
+        reader = reading.make()
         options = ReadOptions(
             max_length,
-            given.data_format,
+            reader.data_format,
             empty="drop",
-            template=given.template(),
-            variables=given.variables(),
-            columns=given.columns or {},
+            template=reader.template(),
+            variables=reader.variables(),
+            columns=reader.columns or {},
         )
         counts = _read(data, tokenizer, options, examples)
     if json:

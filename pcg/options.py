@@ -117,7 +117,7 @@ class PlanOptions:
             fitting = f"one of {divisors}" if self.tp > 1 else f"tp={self.ep} with it"
             raise ParallelError(
                 f"ep={self.ep} and tp={self.tp}: the ranks that share matrices also share the "
-                f"experts, in ep equal parts; use {fitting}, or leave ep out"
+                f"experts, in equal parts; use {fitting}, or leave out ep={self.ep}"
             )
         if self.ep is not None and self.tp_plan is not None:
             raise ParallelError(

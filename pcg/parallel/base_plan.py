@@ -75,7 +75,7 @@ def base_plan(
         if parts < degree:
             raise ParallelError(
                 f"ep={ep} of tp={degree} ranks needs {what}={size} of {graph.name} in {parts} "
-                "equal parts; use another ep, or leave ep out"
+                f"equal parts; use another degree, or leave out ep={ep}"
             )
         fitting = sympy.divisors(gcd(*(size for _, size, parts in sizes if parts == degree)))
         way_out = ", or ep=1" if ep > 1 else _way_out(graph, degree, plan)
@@ -98,7 +98,7 @@ def routed_products(graph: Graph) -> list[Node]:
 def check_experts(blocks: Iterable[Graph], ep: int | None) -> None:
     """Refuse a number of parts of experts for a model without any. ParallelError: says so."""
     if ep is not None and not any(map(routed_products, blocks)):
-        raise ParallelError("ep has no effect for a model without experts; leave it out")
+        raise ParallelError(f"ep={ep} has no effect for a model without experts; leave it out")
 
 
 def check_cuts(graph: Graph, plan: Mapping[str, Layout], degree: int) -> None:

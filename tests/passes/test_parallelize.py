@@ -263,11 +263,11 @@ def test_ranks_have_some_experts_where_no_parts_fit() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tp": 4, "ep": 3}, "ep=3 and tp=4: .* in ep equal parts; use one of 1, 2, 4, or leave"),
-        ({"ep": 2}, "ep=2 and tp=1: .*; use tp=2 with it, or leave ep out"),
+        ({"tp": 4, "ep": 3}, "ep=3 and tp=4: .* in equal parts; use one of 1, 2, 4, or leave"),
+        ({"ep": 2}, "ep=2 and tp=1: .*; use tp=2 with it, or leave out ep=2"),
         ({"tp": 2, "ep": 0}, "ep=0; use an int of at least 1"),
         ({"tp": 2, "ep": 2, "tp_plan": MLP}, "ep=2 and a tp_plan"),
-        ({"tp": 2, "ep": 2}, "ep has no effect for a model without experts"),
+        ({"tp": 2, "ep": 2}, "ep=2 has no effect for a model without experts"),
     ],
 )
 def test_degrees_of_experts_that_are_refused(given: dict[str, Any], message: str) -> None:
@@ -276,7 +276,7 @@ def test_degrees_of_experts_that_are_refused(given: dict[str, Any], message: str
 
 
 def test_blocks_of_a_recurrence_are_no_experts() -> None:
-    with pytest.raises(ParallelError, match="ep has no effect for a model without experts"):
+    with pytest.raises(ParallelError, match=r"ep=\d has no effect for a model without experts"):
         pcg.explain(default_config("recurrent_gemma", 3), None, tp=2, ep=2)
 
 

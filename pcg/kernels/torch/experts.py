@@ -295,6 +295,7 @@ def _groups(indices: Tensor, count: int, part: Part = WHOLE) -> _Groups:
         indices.pcg_groups = groups  # type: ignore[attr-defined]
     if part == WHOLE:
         return groups
-    own = slice(part[0] * count, (part[0] + 1) * count)
-    sizes, start = groups.sizes[own], sum(groups.sizes[: own.start])
-    return _Groups(groups.order[start : start + sum(sizes)], groups.counts[own])
+    experts = slice(part[0] * count, (part[0] + 1) * count)
+    start = sum(groups.sizes[: experts.start])
+    stop = start + sum(groups.sizes[experts])
+    return _Groups(groups.order[start:stop], groups.counts[experts])

@@ -122,8 +122,8 @@ def _convolved(rows: Tensor, weight: Tensor, bias: Tensor | None, library: str |
     size = weight.shape[1] - 1
     if library is not None:
         channels = rows.t().unsqueeze(0)  # [1, C, R]
-        found: Tensor = import_module(library).causal_conv1d_fn(channels, weight, bias)
-        return found[0].t()[size:]
+        convolved: Tensor = import_module(library).causal_conv1d_fn(channels, weight, bias)
+        return convolved[0].t()[size:]
     ends = len(rows) - size
     taps = weight.to(rows.dtype).t()
     out = rows[:ends] * taps[0]

@@ -88,8 +88,8 @@ class CacheWindowLatents(GradientPass):
         backward = before.backward
         parameters = dict(backward.parameters_by_name)
         nodes = list(backward.nodes)
-        found = latents_of(before.graph)
-        for latents in found:
+        every = latents_of(before.graph)
+        for latents in every:
             for place, node in enumerate(nodes):
                 if node.op == "window_attention_backward" and node.inputs[1] == latents.node.name:
                     nodes[place] = dataclasses.replace(
@@ -103,7 +103,7 @@ class CacheWindowLatents(GradientPass):
                     )
                     known = before.graph.parameters_by_name
                     parameters |= {name: known[name] for name in latents.weights}
-        if not found:
+        if not every:
             return before
         graph = before.graph
         forward = _with_latents(graph.replace(outputs=(*graph.outputs, *before.needed)))
