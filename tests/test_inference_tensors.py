@@ -15,6 +15,7 @@ import torch
 
 import pcg
 from pcg.kernels.torch import base_operators
+from pcg.kernels.torch.host_recorder import HostRecording
 from pcg.runtime.data.example import Example
 from pcg.split import zeromq
 from tests.support import serving
@@ -42,7 +43,14 @@ def listed():
     """The tensors that may outlive the mode, each with its reason."""
     return [
         # It stands for the very `sin` that it was made of, and no other step has that.
-        *([] if base_operators._last_signed is None else base_operators._last_signed)
+        *([] if base_operators._last_signed is None else base_operators._last_signed),
+        # The memory of recorded steps, which their replays alone read and write.
+        *(
+            value
+            for one in gc.get_objects()
+            if isinstance(one, HostRecording)
+            for value in one._kept
+        ),
     ]
 
 

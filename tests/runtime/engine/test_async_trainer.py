@@ -12,6 +12,7 @@ import torch
 
 import pcg
 from pcg.errors import AdapterConflictError, DataError, EngineError, FinetuneError, OutOfMemoryError
+from pcg.runtime.admission.limits import Limits
 from pcg.runtime.data.example import Example
 from pcg.runtime.engine.async_engine import AsyncEngine
 from pcg.runtime.executor import Executor
@@ -36,8 +37,9 @@ def executor(models: tuple[Executor, Any]) -> Executor:
     return models[0]
 
 
-def start(executor: Executor, **options: Any) -> AsyncEngine:
-    return make_engine(executor, PAGES, None, **options).start()
+def start(executor: Executor, tokens_of_step: int | None = None, **options: Any) -> AsyncEngine:
+    limits = None if tokens_of_step is None else Limits(tokens=tokens_of_step)
+    return make_engine(executor, PAGES, limits, **options).start()
 
 
 def train(trainer: Any, steps: int = 2) -> list[Any]:
@@ -134,7 +136,7 @@ def test_a_call_fails_alone(executor: Executor) -> None:
 
 
 def test_a_call_is_cancelled_before_it_runs_and_while_it_does(executor: Executor) -> None:
-    with start(executor) as engine, engine.trainer("b", peft=LORA) as trainer:
+    with start(executor, 20) as engine, engine.trainer("b", peft=LORA) as trainer:
         trainer.forward_backward(data(ROWS[:2])).wait(WAIT_S)
         norm = trainer.optim_step(learning_rate=0.0).wait(WAIT_S).gradient_norm
         trainer.forward_backward(data(ROWS[:2])).wait(WAIT_S)
@@ -172,7 +174,7 @@ def test_what_a_caller_does_holds_up_nobody(executor: Executor) -> None:
 
 
 def test_close_frees_all(executor: Executor) -> None:
-    with start(executor) as engine:
+    with start(executor, 20) as engine:
         trainer = engine.trainer("b", peft=LORA)
         until(lambda: trainer.created.is_over)
         gate = StepGate(engine.engine)

@@ -32,6 +32,17 @@ SMALL: dict[str, Any] = {
 }
 
 
+def check_alike(found: list[Any], expected: list[Any]) -> None:
+    """The updates are the same to rounding, which depends on the requests of a step.
+
+    Losses are not compared: advantages sum to zero, so that a loss is rounding alone.
+    """
+    for one, other in zip(found, expected, strict=True):
+        assert one["reward"] == other["reward"]
+        for name in ("entropy", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4)
+
+
 def is_low(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token < 20 for token in ids) / len(ids) for ids in completion_ids]
 
@@ -98,7 +109,7 @@ def test_evaluations_by_greedy_completions(executor: Executor) -> None:
     evaluating = GrpoOptions(**options, eval_data=[[7, 3], [4]], eval_every=2)
     done = train_grpo(executor, PROMPTS, is_low, evaluating, peft=LORA)
     assert ["eval_reward" in numbers for numbers in done.history] == [False, True, True]
-    assert [x["loss"] for x in done.history] == [x["loss"] for x in plain.history]
+    check_alike(done.history, plain.history)
     made = executor.generate([[7, 3], [4]], adapter="policy", max_new_tokens=6)
     expected = is_low([list(each.token_ids) for each in made])
     assert done.history[-1]["eval_reward"] == pytest.approx(sum(expected) / 2)
@@ -139,7 +150,7 @@ def test_rows_are_converted_and_callbacks_end_a_run(executor: Executor, tmp_path
     plain = train_grpo(executor, PROMPTS, is_low, GrpoOptions(**SMALL, max_steps=4), peft=LORA)
     executor.remove_adapter("policy")
     assert (done.steps, seen["ends"]) == (2, [2])
-    assert [x["loss"] for x in done.history] == [x["loss"] for x in plain.history[:2]]
+    check_alike(done.history, plain.history[:2])
     assert [logs["loss"] for logs in seen["logs"]] == [x["loss"] for x in done.history]
     rewards = [metrics["eval_reward"] for metrics in seen["metrics"]]
     assert rewards == [x["eval_reward"] for x in done.history]
