@@ -56,6 +56,7 @@ def test_blocks_of_the_document_run(server, capsys):
     with contextlib.suppress(openai.BadRequestError):  # on a fast machine it has ended
         jobs.cancel(job)
     assert jobs.retrieve(job).status in ("cancelled", "succeeded")
+    names["client"].close()
     service = names["service"]
     service.holder.run_coroutine_threadsafe(service.holder.aclose()).result(60)
     lines = capsys.readouterr().out.splitlines()
