@@ -32,23 +32,30 @@ EACH_LAYER = "layers.{layer}"
 
 
 _OF_PARAMETER = ":"
+_SWAPPED = ":mT"
 _OF_EMBEDDING = ":embedding"
 
 
-def parameter_path(source: str, experts: int) -> str:
-    """Return the path of a parameter that adapters adapt as such: module:parameter:experts.
+def parameter_path(source: str, experts: int, is_swapped: bool = False) -> str:
+    """Return the path of a parameter that adapters adapt as such: module:parameter:experts[:mT].
 
     Args:
         source: the parameter's name in the model, with a leading dim for each expert if it has
             several.
+        is_swapped: True if peft takes its inputs for outputs.
     """
     module, _, name = source.rpartition(".")
-    return _OF_PARAMETER.join((module, name, str(experts)))
+    return _OF_PARAMETER.join((module, name, str(experts))) + _SWAPPED * is_swapped
+
+
+def is_swapped(path: str) -> bool:
+    """Return whether peft takes the inputs of the path's parameter for outputs."""
+    return path.endswith(_SWAPPED)
 
 
 def parameter_of(path: str) -> tuple[str, int] | None:
     """Return the name and the number of experts of a parameter's path; None for a module's path."""
-    module, *rest = path.split(_OF_PARAMETER)
+    module, *rest = path.removesuffix(_SWAPPED).split(_OF_PARAMETER)
     return (f"{module}.{rest[0]}", int(rest[1])) if len(rest) == 2 else None
 
 

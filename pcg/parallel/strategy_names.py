@@ -22,6 +22,7 @@ from pcg.ir.layouts import (
     partitioned,
     token_part,
 )
+from pcg.ir.program.program import IN_OUT
 from pcg.ir.types import State
 from pcg.parallel.base_plan import COLUMN, ROW
 from pcg.parallel.parallel_plan import ParallelPlan
@@ -71,7 +72,12 @@ def bypass_sites(graph: Graph, base: Mapping[str, Sharding]) -> tuple[BypassSite
             names = tuple(node.name for node in nodes)
             place = at.scope or at.name
             if at.op == "expert_expand_add":  # a module of experts has several parameters
-                place = next(iter(weights)).removesuffix(".lora_A").removesuffix(".T")
+                place = (
+                    next(iter(weights))
+                    .removesuffix(".lora_A")
+                    .removesuffix(IN_OUT)
+                    .removesuffix(".T")
+                )
             sites.append(BypassSite(place, names, tuple(weights), is_row))
     return tuple(sites)
 

@@ -190,12 +190,13 @@ def _of_language_model(
 
 
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Parameters of modules named `experts` that adapters may adapt, in transformers' order."""
+_PARAMETERS = {"experts": _OF_EXPERTS, "rg_lru": ("input_gate_weight", "recurrent_gate_weight")}
+"""Parameters, by a module's name, that adapters may adapt, in transformers' order."""
 
 
 def _parameters_of(module: str) -> tuple[str, ...]:
     """Return the parameters of a module that an adapter may adapt as such."""
-    names = _OF_EXPERTS if module.rpartition(".")[2] == "experts" else ("weight",)
+    names = _PARAMETERS.get(module.rpartition(".")[2], ("weight",))
     return tuple(f"{module}.{name}" for name in names)
 
 

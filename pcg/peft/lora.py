@@ -22,7 +22,8 @@ A = 0, B normal:
 
 The weights of experts are parameters [E, out, in], which `target_parameters` names. Each expert has
 a pair of matrices of rank r: A is [E r, in], B is [out, r E], with the rows and columns of
-`pcg.ir.operators.experts`.
+`pcg.ir.operators.experts`. Of parameters [E, in, out] whose modules lack `is_transposed`, as Llama
+4's, peft takes the inputs for outputs: its A is [E r, out], its B [in, r E], and files have these.
 
 Source: `LoraConfig`, `LoraLayer`, `Embedding` and `DoraLinearLayer` of peft 0.21.2.
 """
@@ -35,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pcg.errors import AdapterError, UnsupportedError
-from pcg.ir.module_paths import ends_in, is_embedding, module_name, parameter_of
+from pcg.ir.module_paths import ends_in, is_embedding, is_swapped, module_name, parameter_of
 from pcg.ir.shapes import Shapes
 from pcg.peft.method import Bypass, Place, Shape, low_rank
 from pcg.peft.recipe import ALL_LINEAR, OF_LAYERS, Json, Names, OtherField, refused, saved_as
@@ -79,6 +80,7 @@ class LoraBypass(Bypass):
         has_bias: True if B has a bias.
         experts: number of experts that share the rank equally.
         embeds: True at an embedding.
+        is_swapped: True if peft's A is of the outputs, and its B of the inputs.
     """
 
     rank: int | None
@@ -87,6 +89,7 @@ class LoraBypass(Bypass):
     has_bias: bool = False
     experts: int = 1
     embeds: bool = False
+    is_swapped: bool = False
 
     def trained_shapes(self, out: int, in_: int) -> Shapes:
         assert self.rank is not None
@@ -161,6 +164,7 @@ class LoraWeights(LowRankWeights):
         magnitude: DoRA's magnitude, [out].
         experts: number of experts that share the rank.
         embeds: True for those of an embedding.
+        is_swapped: True if peft's A is of the outputs, and its B of the inputs.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (
@@ -178,12 +182,13 @@ class LoraWeights(LowRankWeights):
     magnitude: Tensor | None = None
     experts: int = 1
     embeds: bool = False
+    is_swapped: bool = False
 
     @classmethod
     def fresh(
         cls, recipe: LoraConfig, bypass: LoraBypass, shape: Shape, draw: Draw, around: Around
     ) -> Self:
-        (out, in_), rank = shape, bypass.rank
+        (out, in_), rank = reversed(shape) if bypass.is_swapped else shape, bypass.rank
         assert rank is not None
         if bypass.embeds:
             a = draw.normal(rank, in_) * (not recipe.init_lora_weights)
@@ -197,6 +202,7 @@ class LoraWeights(LowRankWeights):
         b = draw.uniform(bound, out, rank)
         bias = draw.uniform(bound, out) if recipe.lora_bias else None
         fresh = cls(a, b, bypass.scale, bias, experts=bypass.experts)
+        fresh = fresh.swapped() if bypass.is_swapped else fresh
         return fresh if not bypass.use_dora else replace(fresh, magnitude=fresh._norm(around))
 
     @classmethod
@@ -213,7 +219,9 @@ class LoraWeights(LowRankWeights):
     @property
     def bypass(self) -> LoraBypass:
         kinds = self.magnitude is not None, self.bias is not None
-        return LoraBypass(self.inner_size, self.scale, *kinds, self.experts, self.embeds)
+        return LoraBypass(
+            self.inner_size, self.scale, *kinds, self.experts, self.embeds, self.is_swapped
+        )
 
     @property
     def rank(self) -> int:
@@ -226,6 +234,16 @@ class LoraWeights(LowRankWeights):
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
+        return self.swapped()._by_suffix if self.is_swapped else self._by_suffix
+
+    def swapped(self) -> Self:
+        """Return experts' weights with inputs for outputs, B^T A^T of each: as peft's, or back."""
+        down = self.b.unflatten(1, (-1, self.experts)).permute(2, 1, 0).flatten(0, 1)
+        up = self.a.unflatten(0, (self.experts, -1)).permute(2, 1, 0).flatten(1)
+        return replace(self, a=down, b=up, is_swapped=not self.is_swapped)
+
+    @property
+    def _by_suffix(self) -> Mapping[str, Tensor]:
         if self.embeds:
             return dict(zip(_OF_EMBEDDING, (self.a, self.b), strict=True))
         pairs = zip(self.suffixes[:4], (self.a, self.b, self.bias, self.magnitude), strict=True)
@@ -237,7 +255,7 @@ class LoraWeights(LowRankWeights):
             suffix.removesuffix(".weight").replace(".", "_").replace("_embedding", ""): (
                 AdapterWeight(tensor, self.scale)
             )
-            for suffix, tensor in self.stored.items()
+            for suffix, tensor in self._by_suffix.items()
         }
 
     @property
@@ -321,8 +339,6 @@ SAVED_MODULES: Mapping[str, Mapping[str, str]] = {
     "nemotron_h": {"gate": "gate.weight", "up_proj": "experts.up_proj", "down_proj": "down_proj"},
 }
 """The same for files with a module for each expert, of which peft reads fewer."""
-_IN_OUT = ("llama4_text", "recurrent_gemma")
-"""Model types of parameters [E, in, out] whose modules lack `is_transposed`, which peft reads."""
 LORA_FIELDS: Mapping[str, OtherField] = {
     **OF_LAYERS,
     "alora_invocation_tokens": refused("activated LoRA"),
@@ -441,7 +457,8 @@ class LoraConfig(PatternedRecipe):
                 f"target_modules includes {module_name(path)}, an embedding, where pcg does LoRA "
                 "without use_dora and lora_bias; leave it out, or set them to False"
             )
-        return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, experts, embeds)
+        at = experts, embeds, is_swapped(path)
+        return LoraBypass(rank * experts, scale, self.use_dora, self.lora_bias, *at)
 
     def for_family(self, model_type: str | None) -> Self:
         # As in peft, where `target_parameters` stand alone, but in families with default modules.
@@ -469,14 +486,7 @@ class LoraConfig(PatternedRecipe):
         recipe = self.for_family(model_type)
         names = modules.get(model_type or "")
         targets = recipe.target_modules
-        counts = dict(filter(None, map(parameter_of, paths)))
-        parameters_of = list(counts)
-        adapted = [name for name, experts in counts.items() if experts > 1 and recipe.adapts(name)]
-        if adapted and model_type in _IN_OUT:
-            raise AdapterError(
-                f"target_parameters includes {adapted[0]}, which {model_type} stores as [experts, "
-                "in, out] and peft adapts as [experts, out, in]; name linear modules and routers"
-            )
+        parameters_of = [each[0] for path in paths if (each := parameter_of(path)) is not None]
         if names is None or not parameters_of:
             return recipe
         if recipe.is_all_linear:

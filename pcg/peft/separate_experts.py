@@ -82,6 +82,21 @@ def with_joined_experts(
     return dataclasses.replace(adapter, recipe=_named(recipe, joined, weights), weights=weights)
 
 
+def with_swapped_experts(adapter: Adapter, module_shapes: Mapping[str, Shape]) -> Adapter:
+    """Return an adapter of a file with peft's swapped matrices in the base's dims.
+
+    Args:
+        module_shapes: as for `new_adapter`.
+    """
+    weights = {}
+    for path, each in adapter.weights.items():
+        swapped = parameter_path(*parameter, True) if (parameter := parameter_of(path)) else path
+        if path != swapped and swapped in module_shapes and isinstance(each, LoraWeights):
+            path, each = swapped, each.swapped()
+        weights[path] = each
+    return dataclasses.replace(adapter, weights=weights)
+
+
 def _named(recipe: LoraConfig, joined: LoraConfig, paths: Iterable[str]) -> LoraConfig:
     """Return the joined recipe with an adapter's paths as targets.
 
@@ -106,7 +121,7 @@ def _taken(
     module, _, name = parameter.rpartition(".")
     present = [
         parts
-        for parts in EXPERT_PARTS[name]
+        for parts in EXPERT_PARTS.get(name, ())
         if any(
             f"{module}.{expert}.{part}" in weights for expert in range(experts) for part in parts
         )
@@ -114,7 +129,7 @@ def _taken(
     if len(present) > 1:
         raise AdapterError(f"experts of {module} have weights of two names, {present}; keep one")
     others = any(path.startswith(f"{module}.") for path in weights)
-    if not present and not others:
+    if name not in EXPERT_PARTS or not (present or others):
         return []
     parts = present[0] if present else EXPERT_PARTS[name][0]
     return [

@@ -41,10 +41,12 @@ def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, No
     logits = torch.nn.functional.linear(rows, module.router.weight)
     values, indices = torch.topk(logits, module.top_k, dim=-1)
     taken = rows.unsqueeze(1) * torch.sigmoid(values.float()).to(values.dtype).unsqueeze(-1)
-    inner = torch.ops.pcg.expert_linear(taken, indices, experts.gate_up_proj, None, True)
+    gate_up = experts.gate_up_proj.transpose(1, 2)
+    inner = torch.ops.pcg.expert_linear(taken, indices, gate_up, None, False)
     gate, up = inner.chunk(2, dim=-1)
     inner = up * experts.act_fn(gate)
-    out = torch.ops.pcg.expert_linear(inner, indices, experts.down_proj, None, True)
+    down = experts.down_proj.transpose(1, 2)
+    out = torch.ops.pcg.expert_linear(inner, indices, down, None, False)
     return module.shared_expert(rows) + out.sum(dim=1), None
 
 
@@ -162,13 +164,13 @@ def _phimoe_rotary(
 
 
 def _block_product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Product of rows [T, n, in] by n blocks of a weight: experts that each token takes."""
     tokens, count, _ = rows.shape
     blocks = torch.zeros((tokens, 1), dtype=torch.long, device=rows.device)
     blocks = blocks + torch.arange(count, device=rows.device)
-    return torch.ops.pcg.expert_linear(rows, blocks, weight, bias, is_transposed)  # type: ignore[no-any-return]
+    return torch.ops.pcg.expert_linear(rows, blocks, weight, bias, False)  # type: ignore[no-any-return]
 
 
 def _lightning_attention(module: Any, hidden_states: torch.Tensor, **_: Any) -> Any:
@@ -197,7 +199,7 @@ def _real_gated_unit(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -
     rows = x.reshape(-1, module.num_attention_heads, module.block_width)
 
     def gate(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(_block_product(rows, weight, bias, True).reshape(x.shape))
+        return torch.sigmoid(_block_product(rows, weight.transpose(1, 2), bias).reshape(x.shape))
 
     entering = gate(module.input_gate_weight, module.input_gate_bias)
     decay = gate(module.recurrent_gate_weight, module.recurrent_gate_bias)
@@ -234,7 +236,7 @@ def _convolved_attention(
     parts = [(_delayed(x, tap) if tap else x).transpose(1, 2) + depthwise.bias for tap in taps]
     rows = torch.stack(parts, dim=-1).reshape(-1, grouped.groups, size * len(parts))
     weight = grouped.weight.view(grouped.groups, size, size * len(parts))
-    x = _block_product(rows, weight, None, False).reshape(*heads[:2], -1) + grouped.bias
+    x = _block_product(rows, weight, None).reshape(*heads[:2], -1) + grouped.bias
     times = module.num_key_value_groups
     of_keys = keys.view(heads).repeat_interleave(times, dim=2)
     residual = (queries.view(heads) + of_keys) * 0.5
@@ -256,9 +258,9 @@ def _heads_of_mamba(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch
     x = module.act(x).transpose(1, 2)
     rows = x.reshape(-1, heads, module.mamba_head_dim)
     states = module.ssm_state_size
-    of_rows = _block_product(rows, module.x_proj_weight, None, False)
+    of_rows = _block_product(rows, module.x_proj_weight, None)
     dt, k, q = of_rows.split([module.time_step_rank, states, states], dim=-1)
-    dt = _block_product(dt, module.dt_proj_weight, None, False)
+    dt = _block_product(dt, module.dt_proj_weight, None)
     dt = torch.nn.functional.softplus(dt.float() + module.dt_proj_bias.float())
     rows, q, k = (part.float() for part in (rows, q, k))
     decay = dt.unsqueeze(-1) * -torch.exp(module.A_log.float())

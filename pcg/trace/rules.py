@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from pcg.ir.graph import Value
-from pcg.ir.program.program import STACKED
+from pcg.ir.program.program import IN_OUT, STACKED
 from pcg.trace import elementwise_rules as elementwise
 from pcg.trace.complex_rules import polar, view_as_complex
 from pcg.trace.elementwise_rules import Rule, binary, broadcast, unary
@@ -586,7 +586,7 @@ def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
     """Import a product by experts; a bias [E, out] becomes [E, out, 1], with weights' dims."""
     x, indices, weight, *biases = [flat.tensor(a) for a in node.args[:4] if a is not None]
     parameters = flat.builder.parameters
-    weight = _stacked(flat, weight)
+    weight = _of_view(flat, weight)
     if any(p.name not in parameters or "t" in p.tags for p in (weight, *biases)):
         raise refusal(node, "its weights are not parameters of its own")
     name = _out_in(flat, node, weight) if node.args[4] else weight.name
@@ -597,15 +597,18 @@ def expert_linear(flat: FlatGraph, node: Node) -> FlatValue:
     return FlatValue(name, "tdd", traced_shape(node))
 
 
-def _stacked(flat: FlatGraph, weight: FlatValue) -> FlatValue:
-    """Return the parameter of a view [E, n, m] of a weight [E n, m], with that shape."""
+def _of_view(flat: FlatGraph, weight: FlatValue) -> FlatValue:
+    """Return the parameter of a view [E, n, m] of a weight [E n, m] or [E, m, n], in that shape."""
     producer = next((n for n in flat.builder.nodes if n.name == weight.name), None)
     parameter = flat.builder.parameters.get(producer.inputs[0]) if producer else None
-    if producer is None or producer.op != "reshape" or parameter is None:
+    if producer is None or parameter is None:
         return weight
-    type_ = parameter.type.with_shape(weight.features)
-    value = Value(f"{parameter.name}{STACKED}", type_)
-    return weight.named(flat.builder.parameter(replace(parameter, value=value)))
+    swaps = producer.op == "permute" and producer.attribute("dims") == (0, 2, 1)
+    if not swaps and producer.op != "reshape":
+        return weight
+    name = parameter.name + (IN_OUT if swaps else STACKED)
+    value = Value(name, parameter.type.with_shape(weight.features))
+    return weight.named(flat.builder.parameter(replace(parameter, value=value, transposed=swaps)))
 
 
 # -------------------------------------------------------------------------------- recurrence rules

@@ -26,7 +26,7 @@ from pcg.runtime.training.runner import training_runner
 from pcg.source import resolve
 from tests.peft.test_fp64 import in_windows
 from tests.support import oracle
-from tests.support.architectures import default_config
+from tests.support.architectures import IN_OUT, default_config
 from tests.support.measured_memory import BATCH, SEQ, measured
 from tests.support.parameters import mostly_slow
 from tests.support.prompts import LENGTHS, TOLERANCE, prompts
@@ -75,7 +75,9 @@ def case_of(kind: str) -> Case:
     wrapped = {}
     for name in (name for name in USED if name is not None):
         of, rank = name.split("-")
-        wrapped[name] = oracle.with_adapter(base, targets[of], rank=int(rank), seed=len(wrapped))
+        options: dict[str, Any] = {"rank": int(rank), "seed": len(wrapped)}
+        parameters = IN_OUT.get(kind, ()) if of == "all" else ()
+        wrapped[name] = oracle.with_adapter(base, targets[of], parameters=parameters, **options)
         oracle.save(wrapped[name], saved / name)
         executor.add_adapter(name, str(saved / name))
     return Case(base, wrapped, executor, saved)

@@ -140,16 +140,6 @@ def test_parameters_without_modules(family: str, tmp_path: Path) -> None:
     }
 
 
-def test_experts_in_other_dims_are_refused(tmp_path: Path) -> None:
-    """peft has A of the outputs and B of the inputs of Llama 4's experts."""
-    config = default_config("llama4_text", 2)
-    base = oracle.random_model(config)
-    oracle.save(wrapped(base, ["q_proj"], ["experts.down_proj"]), tmp_path)
-    for recipe in (str(tmp_path), LoraConfig(target_parameters=["down_proj"], target_modules=[])):
-        with pytest.raises(AdapterError, match=r"stores as \[experts, in, out\] and peft adapts"):
-            compiled.executor(base, {"mine": recipe})
-
-
 def test_files_that_do_not_go_together(tmp_path: Path) -> None:
     base = oracle.random_model(BY_NAME["qwen3_moe"].config(2))
     oracle.save(wrapped(base, target_parameters=EXPERTS[1:]), tmp_path)

@@ -214,6 +214,13 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 """Fields without which transformers' own defaults contradict one another."""
 
 
+IN_OUT: Mapping[str, tuple[str, str]] = {
+    "llama4_text": ("experts.gate_up_proj", "experts.down_proj"),
+    "recurrent_gemma": ("rg_lru.input_gate_weight", "rg_lru.recurrent_gate_weight"),
+}
+"""Parameters [E, in, out] by kind, of modules without `is_transposed`: peft swaps their dims."""
+
+
 def default_config(kind: str, layers: int = 4) -> dict[str, Any]:
     """The config.json of an architecture's defaults, windows and positions included, made small.
 

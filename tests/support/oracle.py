@@ -80,6 +80,10 @@ def with_adapter(
     return wrapped
 
 
+_IN_OUT = ("Llama4TextExperts", "RecurrentGemmaRglru")
+"""Modules with parameters [experts, in, out] that peft takes for [experts, out, in]."""
+
+
 def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
     """The adapter's parameters by pcg's name: the module's path, and lora_A or lora_B."""
     from peft.tuners.lora.layer import ParamWrapper
@@ -92,6 +96,8 @@ def lora_parameters(wrapped: Any) -> dict[str, Tensor]:
             if isinstance(module, ParamWrapper):
                 path = path.replace(".base_layer", "")
                 path += f":{module.parameter_name}:{module.num_experts}"
+                is_swapped = type(module.get_base_layer()).__name__ in _IN_OUT
+                path += ":mT" * (is_swapped and module.num_experts > 1)
             parameters[f"{path.removeprefix('base_model.model.')}.{kind}"] = parameter
     return parameters
 
@@ -140,6 +146,13 @@ def _without_cache(model: Any) -> dict[str, bool]:
     )
 
 
+def _forget(model: Any) -> None:
+    """Drop the states of the last call, which RecurrentGemma keeps."""
+    for module in model.modules():
+        for name in {"conv1d_state", "recurrent_states"} & vars(module).keys():
+            setattr(module, name, None)
+
+
 def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
     """The most likely continuation, by transformers' own generate with its KV cache."""
     config = getattr(model, "active_peft_config", None)
@@ -150,9 +163,7 @@ def greedy(model: Any, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> l
             sequence.append(int(logits(model, sequence)[-1].argmax()))
         return sequence[len(prompt) :]
     ids = torch.tensor([prompt])
-    for module in model.modules():  # RecurrentGemma keeps the states of the last call
-        if hasattr(module, "conv1d_state"):
-            module.conv1d_state = module.rg_lru.recurrent_states = None
+    _forget(model)
     # transformers' generate counts from 0 also where the model's forward, as RoBERTa's, does not.
     counting = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
     first = next((module.padding_idx + 1 for module in counting), 0)
@@ -185,6 +196,7 @@ def loss_and_gradients(
     wrapped.zero_grad()
     for sequence in sequences:
         ids = torch.tensor([sequence])
+        _forget(wrapped)
         out = wrapped(ids, **_without_cache(wrapped)).logits[0, :-1][-ids.shape[1] :]
         loss = torch.nn.functional.cross_entropy(
             out, ids[0, ids.shape[1] - len(out) :], reduction="sum"
@@ -192,7 +204,24 @@ def loss_and_gradients(
         (loss / count).backward()
         total += loss.detach()
     gradients = {name: parameter.grad for name, parameter in lora_parameters(wrapped).items()}
-    return float(total), {name: g.clone() for name, g in gradients.items() if g is not None}
+    found = {name: g.clone() for name, g in gradients.items() if g is not None}
+    return float(total), in_own_dims(found)
+
+
+def in_own_dims(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of A and B, by pcg's name, with A of the inputs also where peft's is of outputs."""
+    found = {}
+    for path, tensor in tensors.items():
+        (module, _, kind), tensor = path.rpartition("."), tensor.detach()
+        if module.endswith(":mT"):
+            experts = int(module.split(":")[-2])
+            if kind == "lora_A":
+                tensor = tensor.view(experts, -1, tensor.shape[1]).permute(2, 1, 0).flatten(1)
+            else:
+                tensor = tensor.view(len(tensor), -1, experts).permute(2, 1, 0).flatten(0, 1)
+            kind = {"lora_A": "lora_B", "lora_B": "lora_A"}[kind]
+        found[f"{module}.{kind}"] = tensor
+    return found
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -245,6 +245,8 @@ def own_parameters(graph: Graph, node: Node) -> dict[str, str]:
 
 STACKED = ".stacked"
 """In the name of a weight [experts, out, in] that the model has in other dims, as DBRX's."""
+IN_OUT = ".mT"
+"""In the name of a weight that the model has as [experts, in, out], without `is_transposed`."""
 
 
 def site_of(graph: Graph, node: Node) -> str | None:
@@ -261,7 +263,7 @@ def site_of(graph: Graph, node: Node) -> str | None:
         return None
     if not _is_module(graph, node) or not parameter.source.endswith(".weight"):
         *experts, _, _ = parameter.type.features
-        return parameter_path(parameter.source, *(experts or (1,)))
+        return parameter_path(parameter.source, (experts or [1])[0], IN_OUT in parameter.name)
     path = parameter.source.removesuffix(".weight")
     tied = re.fullmatch(rf"(.+)\.\d+\.{re.escape(node.scope)}", path)
     if tied:

@@ -55,7 +55,7 @@ from pcg.kernels.torch.quantized import (
 from pcg.peft.adapter import Adapter, check_fits, check_replaced, with_shared
 from pcg.peft.adapter_files import read_adapter
 from pcg.peft.recipe import SEQ_CLS
-from pcg.peft.separate_experts import with_joined_experts
+from pcg.peft.separate_experts import with_joined_experts, with_swapped_experts
 from pcg.ranks.agreement import agreed, check_same, compare
 from pcg.ranks.group import SINGLE_RANK, Ranks
 from pcg.ranks.shards import (
@@ -505,6 +505,7 @@ def saved_adapter(
     adapter = with_joined_experts(
         adapter, modules, base.output_module, model_type, program.renamings
     )
+    adapter = with_swapped_experts(adapter, modules)
     check_fits(adapter, modules, program.name, base.output_module)
     adapter = with_shared(adapter, modules)
     check_replaced(adapter, base)

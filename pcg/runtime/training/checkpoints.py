@@ -61,6 +61,8 @@ from pcg.files import (
 )
 from pcg.peft.adapter import Adapter, check_finite
 from pcg.peft.adapter_files import CONFIG, WEIGHTS, read_adapter, write_adapter_files, write_tensors
+from pcg.peft.method import Shape
+from pcg.peft.separate_experts import with_swapped_experts
 from pcg.tensor_file import read_header
 from pcg.units import shown
 
@@ -125,6 +127,14 @@ class Checkpoint:
     best: Adapter | None
     optimizer: Mapping[str, Tensor]
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def of_base(self, module_shapes: Mapping[str, Shape]) -> Checkpoint:
+        """Return the contents of a file with adapters in the dims of their base."""
+        adapter, best = (
+            each and with_swapped_experts(each, module_shapes) for each in (self.adapter, self.best)
+        )
+        assert adapter is not None
+        return dataclasses.replace(self, adapter=adapter, best=best)
 
 
 class Resumable(Protocol):

@@ -246,7 +246,8 @@ class Supervised(Objective[FinetuneResult]):
         self._publisher.undo()
 
     def read(self, path: Path) -> Checkpoint:
-        return CheckpointStore(path.parent).load(path, self.name)
+        checkpoint = CheckpointStore(path.parent).load(path, self.name)
+        return checkpoint.of_base(self._model.program.base.module_shapes())
 
     def _resume(self, path: Path, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pcg.errors import FinetuneError
-from pcg.ir.module_paths import is_embedding
+from pcg.ir.module_paths import is_embedding, is_swapped
 from pcg.runtime.adapters.adapter_shards import AdapterShards
 from pcg.runtime.training.torch_optimizers import SHARED_KEYS, Optimizer
 
@@ -158,6 +158,11 @@ def check_parameters(parameters: Parameters, optimizer: Optimizer) -> None:
                 f"optimizer {optimizer.name!r} takes only matrices, and {path} is "
                 f"{list(tensor.shape)}; use adamw, or leave it out of the recipe"
             )
+        if optimizer.takes_matrices_alone and is_swapped(path.rpartition(".")[0]):
+            raise FinetuneError(
+                f"optimizer {optimizer.name!r} has a rate by the shape of a matrix, and {path} is "
+                "one whose dims peft exchanges; use adamw"
+            )
     if optimizer.ratio != 1.0 and any(is_embedding(p.rpartition(".")[0]) for p in parameters):
         raise FinetuneError(
             f"loraplus_lr_ratio={optimizer.ratio:g} with LoRA on an embedding, which peft trains "
@@ -213,7 +218,8 @@ def check_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
 
 
 def _is_b(path: str) -> bool:
-    return path.endswith("lora_B")
+    """Return whether a matrix is a B of peft's, also by peft's names of swapped experts."""
+    return path.endswith("lora_A" if is_swapped(path.rpartition(".")[0]) else "lora_B")
 
 
 def _is_bias(path: str) -> bool:

@@ -532,6 +532,7 @@ class TrainedAdapter:
             FinetuneError: another recipe, or another optimizer's state; nothing changes.
         """
         before = dict(vars(self))
+        checkpoint = checkpoint.of_base(self._state.program.base.module_shapes())
         saved = sites_of(checkpoint.adapter)
         check_same(self.name, "the state", saved, "the trainer", sites_of(self._adapter))
         try:
