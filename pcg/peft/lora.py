@@ -195,7 +195,7 @@ class LoraWeights(LowRankWeights):
             return cls(a, draw.normal(out, rank), bypass.scale, embeds=True)
         if isinstance(recipe.init_lora_weights, str):
             _check_init(recipe.init_lora_weights)
-            a = draw.normal(rank, in_) / rank
+            a = draw.normal(rank, in_) / (rank // bypass.experts)
         else:
             a = draw.linear(rank, in_)
         bound = 0.0 if recipe.init_lora_weights else rank**-0.5

@@ -76,7 +76,7 @@ def test_merged_weights_are_pefts(kind: str, tmp_path: Path) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize("init", [True, False, "gaussian"])
 def test_a_fresh_adapter_starts_as_pefts(kind: str, init: bool | str, tmp_path: Path) -> None:
     base = base_of(kind)
     fields: dict[str, Any] = {"r": 8, "init_lora_weights": init}
