@@ -1,7 +1,7 @@
 """Native libraries, compiled where they run.
 
 A library is compiled once for each user and kind of machine, into the user's cache. Its file name
-has the digest of all that it depends on: its source and header, the flags, the compiler, and the
+has the digest of all that it depends on: its source and headers, the flags, the compiler, and the
 processor's features. It is compiled under another name and renamed, so that processes that start
 together never load a part of it. The folder is the user's, and nobody else may write there.
 """
@@ -32,8 +32,8 @@ from pcg.files import cache_folder
 
 _LOG = logging.getLogger("pcg.kernels")
 _COMPILERS = ("c++", "g++", "clang++")
-_HEADER = Path(__file__).with_name("vectors.h")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", f"-I{_HEADER.parent}")
+_HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("vectors", "avx512")]
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-Wno-psabi", f"-I{_HEADERS[0].parent}")
 _THREADS = ("-fopenmp",)
 """The compiler gets this flag, and the linker does not: OpenMP is the one that torch has loaded, so
 that there is one pool of threads."""
@@ -194,7 +194,8 @@ def _digest(source: Path, compiler: Path, flags: tuple[str, ...]) -> str:
     version = compiler.stat()
     known = (flags, str(compiler), version.st_size, version.st_mtime_ns, platform.machine())
     content = repr((*known, processor())).encode() + source.read_bytes()
-    return hashlib.sha256(content + _HEADER.read_bytes()).hexdigest()[:16]
+    headers = b"".join(path.read_bytes() for path in _HEADERS)
+    return hashlib.sha256(content + headers).hexdigest()[:16]
 
 
 def processor() -> str:

@@ -65,7 +65,7 @@ class Int8(Format):
     def described(self, parts: Parts) -> native.Matrix:
         codes, scales, sums = parts["codes"], parts["scales"], parts.tensors.get("sums")
         if self._rounds_inputs:
-            can = sums is not None and native.multiplies_integers()
+            can = sums is not None
             return native.Matrix(
                 native.Kind.INT8, codes, parts.columns, multiplies=can, scales=scales, sums=sums
             )
@@ -85,7 +85,7 @@ class Int8(Format):
     def packed(self, parts: Parts) -> Parts:
         if not self._rounds_inputs or parts["codes"].device.type != "cpu":
             return parts
-        if native.multiplies_integers():
+        if native.is_native(parts["codes"].device):
             sums = parts["codes"].sum(1, dtype=torch.int32)
             return Parts({**parts.tensors, "sums": sums}, parts.rows, parts.columns)
         if not torch.cpu._is_vnni_supported():  # oneDNN's sums of pairs overflow 16 bits

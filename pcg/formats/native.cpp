@@ -1,4 +1,4 @@
-// Products by stored weights, and their dequantization, on CPUs with AVX-512.
+// Products by stored weights, and their dequantization, on CPUs with AVX-512 or AVX2.
 //
 //     y = x W̃ᵀ        x [tokens, columns], W̃ [rows, columns] in the form in which it is stored
 //
@@ -18,14 +18,22 @@
 
 #include "vectors.h"
 
-#if !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
-#error "the processor has no AVX-512 (BW, DQ, VL)"
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define HAS_AVX512
+#else
+#include "avx512.h"
 #endif
 
 namespace {
 
 constexpr int kTile = 4;                 // rows, and tokens, whose sums are held in registers
+#ifdef HAS_AVX512
+constexpr int64_t kTileTokens = kTile;
 constexpr int64_t kFewTokens = 8;        // by which codes are decoded again for each tile
+#else
+constexpr int64_t kTileTokens = 2;       // 16 registers hold no more
+constexpr int64_t kFewTokens = 1;
+#endif
 constexpr int64_t kTokens = 128;         // whose inputs L2 holds; weights are decoded for each
 constexpr int64_t kBlock = 16;           // rows that are decoded together
 constexpr int64_t kColumnBytes = 2048;   // of each, as many as L1 holds of all
@@ -478,27 +486,56 @@ inline __m512i lanes(const uint8_t* p, int64_t count) {
   return _mm512_maskz_loadu_epi8((1ull << count) - 1, p);
 }
 
-// Products are added in place by assembly, as compilers move sums from register to register.
-inline void add(const float*, __m512& sum, __m512 w, __m512 x) {
+// A register of sums. Products are added in place by assembly, as compilers move sums from register
+// to register.
+#ifdef HAS_AVX512
+using Sums = __m512;
+inline void add(const float*, Sums& sum, __m512 w, __m512 x) {
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 }
+#else
+using Sums = __m256;
+inline void add(const float*, Sums& sum, __m512 w, __m512 x) {
+  sum = _mm256_fmadd_ps(w.b, x.b, _mm256_fmadd_ps(w.a, x.a, sum));
+}
+#endif
 
-inline void add(const Bf16*, __m512& sum, __m512i w, __m512i x) {
+inline void add(const Bf16* p, Sums& sum, __m512i w, __m512i x) {
 #ifdef __AVX512BF16__
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 #else
   const __m512i high = _mm512_set1_epi32(0xffff0000);
   const auto even = [](__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); };
   const auto odd = [&](__m512i v) { return _mm512_castsi512_ps(_mm512_and_epi32(v, high)); };
-  sum = _mm512_fmadd_ps(odd(w), odd(x), _mm512_fmadd_ps(even(w), even(x), sum));
+  add(reinterpret_cast<const float*>(p), sum, even(w), even(x));
+  add(reinterpret_cast<const float*>(p), sum, odd(w), odd(x));
 #endif
 }
 
+inline void add(const uint8_t*, Sums& sum, __m512i w, __m512i x) {
 #ifdef __AVX512VNNI__
-inline void add(const uint8_t*, __m512& sum, __m512i w, __m512i x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
-}
+#else
+  const auto products = [](__m256i a, __m256i b) {
+    return _mm512_madd_epi16(_mm512_cvtepi8_epi16(a), _mm512_cvtepu8_epi16(b));
+  };
+  const __m512i low = products(_mm512_castsi512_si256(w), _mm512_castsi512_si256(x));
+  const __m512i high = products(_mm512_extracti64x4_epi64(w, 1), _mm512_extracti64x4_epi64(x, 1));
+  const __m512i both = _mm512_add_epi32(low, high);
+#ifdef HAS_AVX512
+  sum = _mm512_castsi512_ps(_mm512_add_epi32(words(sum), both));
+#else
+  const __m256i all = _mm256_add_epi32(both.a, both.b);
+  sum = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), all));
 #endif
+#endif
+}
+
+#ifdef HAS_AVX512
+
+inline Sums no_sums() { return _mm512_setzero_ps(); }
+inline Sums sums_of(const float* held) { return get(held); }
+inline void hold(float* held, Sums v) { put(held, v); }
 
 struct FloatSum {
   static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
@@ -510,13 +547,10 @@ struct IntegerSum {
   }
 };
 
-template <class E>
-using SumOf = std::conditional_t<std::is_same_v<E, uint8_t>, IntegerSum, FloatSum>;
-
 // The sums over the lanes of [rows][tokens] vectors, [tokens][rows]: lane i + 8 is added to i, then
 // i + 4, i + 2 and i + 1.
 template <class Sum>
-inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
+inline __m512 totals(const Sums (&v)[kTile][kTile]) {
   __m512 quarters[kTile];
   for (int i = 0; i < kTile; i++) {
     const __m512* r = v[i];
@@ -534,19 +568,54 @@ inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
   return Sum::add(_mm512_shuffle_ps(first, second, 0x88), _mm512_shuffle_ps(first, second, 0xdd));
 }
 
+#else
+
+inline Sums no_sums() { return _mm256_setzero_ps(); }
+inline Sums sums_of(const float* held) { return _mm256_loadu_ps(held); }
+inline void hold(float* held, Sums v) { _mm256_storeu_ps(held, v); }
+
+struct FloatSum {
+  static __m256 neighbours(__m256 a, __m256 b) { return _mm256_hadd_ps(a, b); }
+  static __m128 add(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+};
+
+struct IntegerSum {
+  static __m256 neighbours(__m256 a, __m256 b) {
+    return _mm256_castsi256_ps(_mm256_hadd_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  }
+  static __m128 add(__m128 a, __m128 b) {
+    return _mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(a), _mm_castps_si128(b)));
+  }
+};
+
+// The sums over the lanes of [rows][tokens] vectors, [tokens][rows].
+template <class Sum>
+inline __m512 totals(const Sums (&v)[kTile][kTile]) {
+  const auto token = [&](int t) {
+    const __m256 four = Sum::neighbours(Sum::neighbours(v[0][t], v[1][t]),
+                                        Sum::neighbours(v[2][t], v[3][t]));
+    return Sum::add(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
+  };
+  return {_mm256_set_m128(token(1), token(0)), _mm256_setzero_ps()};
+}
+
+#endif
+
+template <class E>
+using SumOf = std::conditional_t<std::is_same_v<E, uint8_t>, IntegerSum, FloatSum>;
+
 // Names instead of arrays, as compilers keep arrays of sums in memory. The sums of earlier columns
 // are in `held`, if any.
 #define FOUR_SUMS(t)                                                            \
-  __m512 s##t##0 = _mm512_setzero_ps(), s##t##1 = s##t##0, s##t##2 = s##t##0,   \
-         s##t##3 = s##t##0;                                                     \
+  Sums s##t##0 = no_sums(), s##t##1 = s##t##0, s##t##2 = s##t##0, s##t##3 = s##t##0; \
   if (T > t && !is_first) {                                                     \
-    s##t##0 = get(held + t * 64), s##t##1 = get(held + t * 64 + 16);            \
-    s##t##2 = get(held + t * 64 + 32), s##t##3 = get(held + t * 64 + 48);       \
+    s##t##0 = sums_of(held + t * 64), s##t##1 = sums_of(held + t * 64 + 16);    \
+    s##t##2 = sums_of(held + t * 64 + 32), s##t##3 = sums_of(held + t * 64 + 48); \
   }
 #define HOLD_SUMS(t)                                                            \
   if constexpr (T > t) {                                                        \
-    put(held + t * 64, s##t##0), put(held + t * 64 + 16, s##t##1);              \
-    put(held + t * 64 + 32, s##t##2), put(held + t * 64 + 48, s##t##3);         \
+    hold(held + t * 64, s##t##0), hold(held + t * 64 + 16, s##t##1);            \
+    hold(held + t * 64 + 32, s##t##2), hold(held + t * 64 + 48, s##t##3);       \
   }
 #define TOTALS(Sum)                                                             \
   totals<Sum>({{s00, s10, s20, s30}, {s01, s11, s21, s31}, {s02, s12, s22, s32}, \
@@ -559,6 +628,7 @@ inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
     add(x, s##t##2, w2, inputs);                            \
     add(x, s##t##3, w3, inputs);                            \
   }
+#ifdef HAS_AVX512
 #define ADD_TILE(...)                                                              \
   {                                                                                \
     const auto w0 = lanes(w[0] + __VA_ARGS__), w1 = lanes(w[1] + __VA_ARGS__);     \
@@ -568,13 +638,30 @@ inline __m512 totals(const __m512 (&v)[kTile][kTile]) {
     ADD_TOKEN(2, __VA_ARGS__)                                                      \
     ADD_TOKEN(3, __VA_ARGS__)                                                      \
   }
+#else
+#define ADD_ROW(n, ...)                           \
+  {                                               \
+    const auto weights = lanes(w[n] + __VA_ARGS__); \
+    add(x, s0##n, weights, first);                \
+    if constexpr (T > 1) add(x, s1##n, weights, second); \
+  }
+#define ADD_TILE(...)                                                    \
+  {                                                                      \
+    const auto first = lanes(x + __VA_ARGS__);                           \
+    const auto second = lanes(x + (T > 1 ? x_stride : 0) + __VA_ARGS__); \
+    ADD_ROW(0, __VA_ARGS__)                                              \
+    ADD_ROW(1, __VA_ARGS__)                                              \
+    ADD_ROW(2, __VA_ARGS__)                                              \
+    ADD_ROW(3, __VA_ARGS__)                                              \
+  }
+#endif
 
-inline void add_32(const float* x, __m512& sum, const Floats32& w) {
+inline void add_32(const float* x, Sums& sum, const Floats32& w) {
   add(x, sum, w.first, lanes(x));
   add(x, sum, w.second, lanes(x + 16));
 }
 
-inline void add_32(const Bf16* x, __m512& sum, __m512i w) { add(x, sum, w, lanes(x)); }
+inline void add_32(const Bf16* x, Sums& sum, __m512i w) { add(x, sum, w, lanes(x)); }
 
 #define ADD_CODES(t)                       \
   if constexpr (T > t) {                   \
@@ -601,7 +688,7 @@ inline __m512 tile(const E* const (&w)[kTile], const E* x, int64_t x_stride, int
   if (is_last)
     return TOTALS(SumOf<E>);
   HOLD_SUMS(0) HOLD_SUMS(1) HOLD_SUMS(2) HOLD_SUMS(3)
-  return s00;
+  return _mm512_setzero_ps();
 }
 
 enum Use { kRows, kInputs, kHeld, kChosen, kProducts };
@@ -632,15 +719,15 @@ template <class E, class Weights, class Put>
 void multiply_rows(int64_t rows, const E* x, int64_t x_stride, int64_t tokens, int64_t columns,
                    Weights weights, Put put) {
   constexpr int64_t most = kColumnBytes / sizeof(E);
-  const int64_t tiles = (rows + kTile - 1) / kTile, groups = (tokens + kTile - 1) / kTile;
+  const int64_t tiles = (rows + kTile - 1) / kTile, groups = (tokens + kTileTokens - 1) / kTileTokens;
   float* sums = columns > most ? buffer<float, kHeld>(tiles * groups * 256) : nullptr;
   for (int64_t c = 0; c < columns; c += most) {
     const int64_t width = columns - c < most ? columns - c : most;
     const bool is_first = c == 0, is_last = c + width == columns;
     const Rows<E> w = weights(c, width);
     float* held = sums;
-    for (int64_t t = 0; t < tokens; t += kTile) {
-      const int64_t some = tokens - t < kTile ? tokens - t : kTile;
+    for (int64_t t = 0; t < tokens; t += kTileTokens) {
+      const int64_t some = tokens - t < kTileTokens ? tokens - t : kTileTokens;
       const E* inputs = x + t * x_stride + c;
       for (int64_t n = 0; n < rows; n += kTile, held += sums ? 256 : 0) {
         const int64_t few = rows - n < kTile ? rows - n : kTile;
@@ -725,8 +812,8 @@ void multiply_codes(const Matrix& m, const E* x, int64_t x_stride, int64_t token
     const int64_t few = stop - start;
     const int64_t rows[kTile] = {start, start + (few > 1 ? 1 : 0), start + (few > 2 ? 2 : 0),
                                  start + (few > 3 ? 3 : 0)};
-    for (int64_t t = 0; t < tokens; t += kTile) {
-      const int64_t some = tokens - t < kTile ? tokens - t : kTile;
+    for (int64_t t = 0; t < tokens; t += kTileTokens) {
+      const int64_t some = tokens - t < kTileTokens ? tokens - t : kTileTokens;
       const auto run = [&](auto count) {
         return tile_of_codes<kind, count.value>(m, rows, x + t * x_stride, x_stride, t == 0);
       };
@@ -805,8 +892,6 @@ void multiply(const Matrix& m, const E* x, int64_t x_stride, int64_t tokens, E* 
     multiply_rows(rows, x, x_stride, tokens, columns, weights, write);
   });
 }
-
-#ifdef __AVX512VNNI__
 
 // x in 8 bits with an offset of 128, and the step of each row: the tokens, then the rests of some,
 // which add to the outputs of their owners.
@@ -920,22 +1005,16 @@ void multiply_integers(const Matrix& m, const Rounded& x, E* y, int64_t y_stride
   });
 }
 
-#endif
-
 template <class E>
 void multiply_all(const Matrix* m, int64_t count, const E* x, int64_t x_stride, int64_t tokens,
                   E* y, int64_t y_stride, int threads) {
-#ifdef __AVX512VNNI__
   Rounded rounded{};
-#endif
   for (; count--; y += m++->rows) {
-#ifdef __AVX512VNNI__
     if (m->kind == kInt8) {
       if (!rounded.codes) rounded = rounded_inputs(x, x_stride, tokens, m->columns, threads);
       multiply_integers(*m, rounded, y, y_stride, threads);
       continue;
     }
-#endif
     for (int64_t t = 0; t < tokens; t += kTokens) {
       const int64_t some = tokens - t < kTokens ? tokens - t : kTokens;
       multiply(*m, x + t * x_stride, x_stride, some, y + t * y_stride, y_stride, threads);
@@ -944,14 +1023,6 @@ void multiply_all(const Matrix* m, int64_t count, const E* x, int64_t x_stride, 
 }
 
 }  // namespace
-
-extern "C" int pcg_has_vnni() {
-#ifdef __AVX512VNNI__
-  return 1;
-#else
-  return 0;
-#endif
-}
 
 // y [tokens, rows of all matrices] = x W̃ᵀ, both of fp32 or of bf16. Strides count elements, from
 // one token to the next.

@@ -7,7 +7,7 @@ registers, or for many tokens into the cache, and multiplies all tokens by them.
 and products of int8 are those of PyTorch to the bit; float products agree to rounding in fp32. A
 token's outputs do not depend on the other tokens of a call.
 
-The kernel needs a C++ compiler and AVX-512; without them PyTorch runs everything.
+The kernel needs a C++ compiler and AVX-512 or AVX2; without them PyTorch runs everything.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from pcg.native_library import NativeFunction, load_optional
 
 _SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-ffp-contract=off",)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -53,7 +54,7 @@ class Kind(IntEnum):
 def _library() -> Any:
     """Return the library; None where it cannot be compiled, which is logged once."""
     purpose = "products by quantized weights and experts"
-    return load_optional(_SOURCE, purpose, "-ffp-contract=off")
+    return load_optional(_SOURCE, purpose, *_FLAGS)
 
 
 @functools.cache
@@ -64,11 +65,6 @@ def _function(name: str) -> NativeFunction:
 def is_native(device: torch.device) -> bool:
     """Return whether the kernel reads matrices on a device."""
     return device.type == "cpu" and _library() is not None
-
-
-def multiplies_integers() -> bool:
-    """Return whether the kernel multiplies int8 by int8, for which the processor needs VNNI."""
-    return is_native(torch.device("cpu")) and bool(_library().pcg_has_vnni())
 
 
 @dataclass(frozen=True, eq=False)

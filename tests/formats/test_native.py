@@ -17,6 +17,7 @@ from pcg.formats.registry import FORMATS
 from pcg.kernels.torch.experts import expert_linear
 from pcg.kernels.torch.products import linear, stand_in_tensor
 from pcg.kernels.torch.quantized import Block, QuantizedWeight, expert_matrices
+from pcg.native_library import processor
 
 CPU = torch.device("cpu")
 NAMES = [*FORMATS, "int4_g96"]
@@ -33,8 +34,22 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native._library.cache_clear()
 
 
+@pytest.fixture(params=["", "-mno-avx512f"], ids=["widest", "avx2"], scope="module", autouse=True)
+def flag(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the kernel compiled for the processor, and again for one without AVX-512."""
+    if request.param and "avx512bw" not in processor():
+        pytest.skip("the processor has no AVX-512 in any case")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
+        for cached in (native._library, native._function):
+            cached.cache_clear()
+        yield
+    for cached in (native._library, native._function):
+        cached.cache_clear()
+
+
 needs_kernel = pytest.mark.skipif(
-    not native.is_native(CPU), reason="there is no C++ compiler, or no AVX-512"
+    not native.is_native(CPU), reason="there is no C++ compiler, or no AVX2"
 )
 
 
