@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pcg.formats import native
 from pcg.kernels.torch import host_kernels
 from pcg.kernels.torch.host_recorder import HostRecording
 from pcg.native_library import NotRecordedError, check_unrecorded
@@ -19,7 +20,10 @@ from tests.support import compiled, oracle
 from tests.support.families import BY_NAME
 from tests.support.prompts import prompts
 
-pytestmark = pytest.mark.skipif(host_kernels._library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    host_kernels._library() is None or not native.is_native(torch.device("cpu")),
+    reason="there is no C++ compiler, or no AVX2",
+)
 
 
 @pytest.fixture
