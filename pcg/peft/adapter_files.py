@@ -190,7 +190,11 @@ def _of_language_model(
 
 
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-_PARAMETERS = {"experts": _OF_EXPERTS, "rg_lru": ("input_gate_weight", "recurrent_gate_weight")}
+_PARAMETERS = {
+    "experts": _OF_EXPERTS,
+    "mamba": ("x_proj_weight", "dt_proj_weight"),  # of Zamba
+    "rg_lru": ("input_gate_weight", "recurrent_gate_weight"),
+}
 """Parameters, by a module's name, that adapters may adapt, in transformers' order."""
 
 

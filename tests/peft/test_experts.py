@@ -56,6 +56,22 @@ def test_files_are_pefts(fields: dict[str, Any], tmp_path: Path) -> None:
     assert oracle.relative_error(found, oracle.logits(again, sequence)) < TOLERANCE
 
 
+@pytest.mark.parametrize("names", [["x_proj_weight", "dt_proj_weight"], ["dt_proj_weight"]])
+def test_heads_of_zamba_are_adapted_as_experts(names: list[str], tmp_path: Path) -> None:
+    """peft saves and merges such adapters, and cannot run them."""
+    base = oracle.random_model(default_config("zamba"))
+    model = wrapped(base, target_parameters=[f"mamba.{name}" for name in names])
+    oracle.save(model, tmp_path / "peft")
+    executor = compiled.executor(base, {"mine": str(tmp_path / "peft")})
+    executor.save_adapter("mine", tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / WEIGHTS) for name in ("peft", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    (sequence,) = prompts((9,))
+    expected = oracle.logits(model.merge_and_unload(), sequence)
+    assert oracle.relative_error(executor.logits(sequence, "mine"), expected) < TOLERANCE
+
+
 def test_adapters_of_several_ranks_in_one_batch(tmp_path: Path) -> None:
     """Ranks of 1 to 5, some with a single parameter; peft runs one at a time."""
     base = oracle.random_model(BY_NAME["mixtral"].config(2))
