@@ -47,9 +47,9 @@ def listed():
         # The memory of recorded steps, which their replays alone read and write.
         *(
             value
-            for one in gc.get_objects()
-            if isinstance(one, HostRecording)
-            for value in one._kept
+            for recording in gc.get_objects()
+            if isinstance(recording, HostRecording)
+            for value in recording._kept
         ),
     ]
 

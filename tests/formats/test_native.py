@@ -41,11 +41,14 @@ def flag(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip("the processor has no AVX-512 in any case")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_FLAGS", (*native._FLAGS, *request.param.split()))
-        for cached in (native._library, native._function):
-            cached.cache_clear()
+        forget_library()
         yield
-    for cached in (native._library, native._function):
-        cached.cache_clear()
+    forget_library()
+
+
+def forget_library() -> None:
+    native._library.cache_clear()
+    native._function.cache_clear()
 
 
 needs_kernel = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import pcg
 from pcg.errors import AdapterError
@@ -46,9 +46,7 @@ def test_files_are_pefts(fields: dict[str, Any], tmp_path: Path) -> None:
     oracle.save(wrapped(base, **fields), tmp_path / "peft")
     adapter = read_adapter(tmp_path / "peft", "mine")
     write_adapter(adapter, tmp_path / "ours")
-    theirs, ours = (load_file(tmp_path / name / WEIGHTS) for name in ("peft", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    oracle.check_same_weights(tmp_path / "peft", tmp_path / "ours")
     again = oracle.load_saved(base, tmp_path / "ours")
     (sequence,) = prompts((9,))
     executor = compiled.executor(base, {"mine": str(tmp_path / "ours")})
@@ -64,9 +62,7 @@ def test_heads_of_zamba_are_adapted_as_experts(names: list[str], tmp_path: Path)
     oracle.save(model, tmp_path / "peft")
     executor = compiled.executor(base, {"mine": str(tmp_path / "peft")})
     executor.save_adapter("mine", tmp_path / "ours")
-    theirs, ours = (load_file(tmp_path / name / WEIGHTS) for name in ("peft", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    oracle.check_same_weights(tmp_path / "peft", tmp_path / "ours")
     (sequence,) = prompts((9,))
     expected = oracle.logits(model.merge_and_unload(), sequence)
     assert oracle.relative_error(executor.logits(sequence, "mine"), expected) < TOLERANCE

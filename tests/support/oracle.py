@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
+
+from pcg.peft.adapter_files import WEIGHTS
 
 NEW_TOKENS = 32
 CACHE = "past_key_values"
@@ -115,6 +118,13 @@ def save(wrapped: Any, directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped.save_pretrained(directory)
+
+
+def check_same_weights(first: Path, second: Path) -> None:
+    """Two saved adapters have equal tensors of the same names."""
+    theirs, ours = (load_file(directory / WEIGHTS) for directory in (first, second))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 
 def save_model(model: Any, directory: Path, shard: str = "5GB") -> None:

@@ -37,10 +37,10 @@ def check_alike(found: list[Any], expected: list[Any]) -> None:
 
     Losses are not compared: advantages sum to zero, so that a loss is rounding alone.
     """
-    for one, other in zip(found, expected, strict=True):
-        assert one["reward"] == other["reward"]
+    for update, other in zip(found, expected, strict=True):
+        assert update["reward"] == other["reward"]
         for name in ("entropy", "grad_norm"):
-            assert one[name] == pytest.approx(other[name], rel=1e-4)
+            assert update[name] == pytest.approx(other[name], rel=1e-4)
 
 
 def is_low(completion_ids: list[list[int]], **_: Any) -> list[float]:
